@@ -1,0 +1,110 @@
+"""Arguments of RoI operators: checks that name the argument, and boxes as [K, 5] rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from truncdet._roi_align_reference import MAX_GRID, raise_outside
+from truncdet.fixedpoint import FORMATS, compute_dtype
+
+POOL_MODES = ("avg", "max")
+
+
+def check_arguments(
+    input: object,
+    output_size: int | Sequence[int],
+    spatial_scale: float,
+    sampling_ratio: int,
+    pool_mode: str,
+) -> tuple[int, int]:
+    """Checks everything but the boxes; returns (PH, PW)."""
+    if not isinstance(input, Tensor):
+        raise TypeError(f"roi_align: input must be a Tensor, got {type(input).__name__}")
+    if input.dim() != 4:
+        raise ValueError(f"roi_align: input must have shape [N, C, H, W], got {list(input.shape)}")
+    if input.dtype not in FORMATS:
+        raise TypeError(
+            f"roi_align: input must be float64, float32, float16 or bfloat16, got {input.dtype}"
+        )
+    if isinstance(output_size, (str, bytes)) or not isinstance(output_size, (int, Sequence)):
+        raise TypeError(
+            "roi_align: output_size must be an int or two of them, "
+            f"got {type(output_size).__name__}"
+        )
+    size = (output_size, output_size) if isinstance(output_size, int) else tuple(output_size)
+    if len(size) != 2 or not all(int(n) == n and 0 < n <= MAX_GRID for n in size):
+        raise ValueError(
+            f"roi_align: output_size must be one or two ints in [1, {MAX_GRID}], got {output_size}"
+        )
+    # Comparisons alone, which a compiler with symbolic numbers can trace; false for NaN.
+    if not 0 < spatial_scale < math.inf:
+        raise ValueError(
+            f"roi_align: spatial_scale must be positive and finite, got {spatial_scale}"
+        )
+    if sampling_ratio > MAX_GRID:
+        raise ValueError(
+            f"roi_align: sampling_ratio must be at most {MAX_GRID}, got {sampling_ratio}"
+        )
+    if pool_mode not in POOL_MODES:
+        raise ValueError(
+            f"roi_align: pool_mode must be one of {', '.join(POOL_MODES)}, got {pool_mode!r}"
+        )
+    return int(size[0]), int(size[1])
+
+
+def prepare_boxes(input: Tensor, boxes: Tensor | Sequence[Tensor]) -> Tensor:
+    """Boxes as [K, 5] in the type coordinates are computed in, detached, on the input's device."""
+    if isinstance(boxes, Tensor):
+        if boxes.dim() != 2 or boxes.shape[1] != 5:
+            raise ValueError(
+                f"roi_align: boxes must have shape [K, 5], got {list(boxes.shape)}"
+                " (or give a list of [L, 4] tensors)"
+            )
+        rows = boxes
+    elif not isinstance(boxes, (list, tuple)):
+        raise TypeError(
+            f"roi_align: boxes must be a Tensor or a list of Tensors, got {type(boxes).__name__}"
+        )
+    else:
+        rows = _from_list(input, boxes)
+    if not rows.is_floating_point():
+        raise TypeError(f"roi_align: boxes must be floating point, got {rows.dtype}")
+    if rows.device != input.device:
+        raise ValueError(f"roi_align: boxes must be on {input.device}, got {rows.device}")
+    rows = rows.detach().to(compute_dtype(input.dtype))
+    if rows.is_cpu and not torch.compiler.is_compiling() and isinstance(boxes, Tensor):
+        # The compiled kernel can only raise a RuntimeError.
+        raise_outside(rows, len(input))
+    return rows
+
+
+def _from_list(input: Tensor, boxes: Sequence[Tensor]) -> Tensor:
+    tensors = list(boxes)
+    if len(tensors) != input.shape[0]:
+        raise ValueError(
+            f"roi_align: boxes must be a list of one tensor an image, {input.shape[0]}, "
+            f"got {len(tensors)}"
+        )
+    dtype = compute_dtype(input.dtype)
+    rows = [torch.zeros(0, 5, dtype=dtype, device=input.device)]
+    for number, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"roi_align: boxes[{number}] must be a Tensor, got {type(tensor).__name__}"
+            )
+        if tensor.dim() != 2 or tensor.shape[1] != 4:
+            raise ValueError(
+                f"roi_align: boxes[{number}] must have shape [L, 4], got {list(tensor.shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise TypeError(f"roi_align: boxes must be floating point, got {tensor.dtype}")
+        if tensor.device != input.device:
+            raise ValueError(f"roi_align: boxes must be on {input.device}, got {tensor.device}")
+        # Coordinates are widened before they meet the index, so that no index is rounded.
+        index = torch.full((len(tensor), 1), number, dtype=dtype, device=input.device)
+        rows.append(torch.cat([index, tensor.detach().to(dtype)], dim=1))
+    return torch.cat(rows)
