@@ -1,0 +1,1 @@
+"""Patches for the frameworks truncdet knows; none is imported until it is asked for."""

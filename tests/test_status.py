@@ -1,0 +1,115 @@
+"""The status table says what is in force, and imports nothing to say it."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+from truncdet.integrations import torchvision as tv
+
+import truncdet
+from truncdet import _status
+
+OWN = ("truncdet.roi_align", "truncdet.scatter_add", "truncdet.index_add")
+PATCHED = ("RoIAlign, roi_align", "MultiScaleRoIAlign", "detection models: box and mask heads")
+
+
+def rows() -> dict[str, _status.Row]:
+    return {row.operator: row for row in truncdet.status().rows}
+
+
+def test_own_operators_are_always_covered() -> None:
+    for name in OWN:
+        assert (rows()[name].covered_by, rows()[name].mode) == ("own kernel", "fixed_point")
+
+
+@pytest.mark.parametrize(
+    ("mode", "tier", "covered_by"),
+    [
+        ("fixed_point", "T1 T2 T3o T3c", "patch: truncdet.roi_align"),
+        ("truncate", "T0", "patch: truncdet.wrap"),
+        ("off", "-", "not covered"),
+    ],
+)
+def test_torchvision_rows_follow_the_patch(mode: str, tier: str, covered_by: str) -> None:
+    with tv.patched(mode):
+        for name in PATCHED:
+            row = rows()[name]
+            assert (row.tier, row.covered_by, row.mode) == (tier, covered_by, mode)
+    assert rows()["RoIAlign, roi_align"].covered_by == "not covered"
+
+
+def test_holes_are_listed() -> None:
+    assert rows()["deform_conv2d backward"].covered_by == "not covered"
+
+
+def test_installed_frameworks_are_found_without_importing_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find = importlib.util.find_spec
+
+    def pretend(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
+        if name in ("mmcv", "nvdiffrast"):
+            return importlib.machinery.ModuleSpec(name, None)
+        return None if name == "detectron2" else find(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", pretend)
+    found = [
+        row for row in truncdet.status().rows if row.framework not in ("truncdet", "torchvision")
+    ]
+    assert {row.framework for row in found} == {"mmcv", "nvdiffrast"}
+    assert {row.covered_by for row in found} == {"not covered"}
+    assert "mmcv" not in sys.modules
+
+
+def test_an_absent_torchvision_has_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    assert {row.framework for row in truncdet.status().rows} <= {"truncdet", "mmcv", "detectron2"}
+
+
+def test_a_fresh_process_imports_no_framework() -> None:
+    code = (
+        "import sys, truncdet; truncdet.status();"
+        "print([m for m in ('torchvision', 'mmcv', 'detectron2') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_dict_is_ready_for_json() -> None:
+    table = truncdet.status()
+    assert json.loads(json.dumps(table.as_dict())) == table.as_dict()
+    assert table.as_dict()["rows"][0]["operator"] == "truncdet.roi_align"
+
+
+def test_text_has_aligned_columns_and_the_notes() -> None:
+    row = _status.Row("op", "framework", "T1", "own kernel", "off")
+    text = str(_status.Status((row,), ("a sentence",)))
+    assert text.splitlines() == [
+        "operator  framework  tier  covered by  mode",
+        "--------  ---------  ----  ----------  ----",
+        "op        framework  T1    own kernel  off",
+        "note: a sentence",
+    ]
+    assert repr(_status.Status((row,))) == str(_status.Status((row,)))
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_printing_works_with_and_without_rich(
+    rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich", None)
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setenv("COLUMNS", "200")
+    row = _status.Row("some_op [x]", "framework", "T1", "own kernel", "off")
+    _status.Status((row,), ("a [b] sentence",)).print()
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("some_op [x]", "own kernel", "note: a [b] sentence"))
+    assert ("│" in out) is rich

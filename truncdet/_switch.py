@@ -1,0 +1,209 @@
+"""One switch for a whole program: seeds, flags, patches and the strict checker, undone exactly.
+
+Scopes form a stack. Each records how to put back what it found, so nested scopes and exceptions
+leave every flag, environment variable, patch and random state as it was before them. The state
+is the process's, as the flags are: threads must not open overlapping scopes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from truncdet import _flags, _seed, _strict
+from truncdet._errors import TruncdetError
+from truncdet._mode import check_mode
+from truncdet._status import Status, status
+
+# Frameworks that enable() patches if they are installed: package, our module.
+_INTEGRATIONS = (("torchvision", "truncdet.integrations.torchvision"),)
+_MODES = ("fixed_point", "truncate", "off")
+
+
+class _Scope:
+    def __init__(self) -> None:
+        self.undo = ExitStack()
+        self.notes: list[str] = []
+        self.checker: _strict.StrictMode | None = None
+
+
+_stack: list[_Scope] = []
+_enabled: list[_Scope] = []  # those of _stack that enable() opened
+_lock = threading.RLock()
+
+
+def enable(
+    *,
+    seed: int | None = None,
+    mode: str = "fixed_point",
+    strict: bool | str = False,
+    verbose: bool = False,
+) -> Status:
+    """Makes the program repeatable until `disable`; a second call replaces the first.
+
+    Example:
+        >>> import truncdet
+        >>> table = truncdet.enable(seed=0)
+        >>> truncdet.disable()
+        True
+
+    Args:
+        seed: seeds Python, NumPy and torch (CPU and CUDA); None leaves the generators alone.
+        mode: for the frameworks that are patched: 'fixed_point', 'truncate', or 'off', which
+            leaves their operators alone but still sets seeds and flags.
+        strict: True raises when a CUDA operator runs, forward or backward, that is known to differ
+            from run to run and is not covered; 'warn' warns once per operator.
+        verbose: print the status table.
+
+    Returns:
+        The status table, notes included (`truncdet.status()` gives it again).
+
+    Raises:
+        ValueError: for an unknown mode or level, or a seed outside [0, 2^63).
+        TypeError: for a seed that is not an integer.
+        TruncdetError: if an installed framework's version is outside the tested range. After any
+            exception nothing of this call is left, and an earlier `enable` has ended.
+    """
+    arguments = _checked("enable", seed, mode, strict)
+    with _lock:
+        disable()
+        _enabled.append(_open(*arguments))
+    return _told(verbose)
+
+
+def disable() -> bool:
+    """Undoes `enable`: flags, environment, patches and random states; False if not enabled.
+
+    Example:
+        >>> import truncdet
+        >>> truncdet.disable()
+        False
+
+    Returns:
+        Whether there was something to undo.
+
+    Raises:
+        TruncdetError: inside a `deterministic` block that was opened after `enable`, since that
+            block would bring the state back when it ends; and with `strict` inside a dispatch
+            mode entered since. Nothing is undone then.
+    """
+    with _lock:
+        if not _enabled:
+            return False
+        scope = _enabled[-1]
+        if _stack[-1] is not scope:
+            raise TruncdetError(
+                "disable: enable() must be the innermost scope, got an open deterministic() block"
+            )
+        if scope.checker is not None:
+            _strict.check_innermost(scope.checker)
+        _close(scope)
+        return True
+
+
+@contextmanager
+def deterministic(
+    *,
+    seed: int | None = None,
+    mode: str = "fixed_point",
+    strict: bool | str = False,
+    verbose: bool = False,
+) -> Iterator[Status]:
+    """As `enable`, for a `with` block or a decorated function; blocks nest.
+
+    With a seed, the random states at the end are those from before the block, as with
+    `torch.random.fork_rng`: nothing that the block drew is visible outside. Without a seed the
+    generators run on through the block.
+
+    Example:
+        >>> import torch, truncdet
+        >>> with truncdet.deterministic(seed=0):
+        ...     a = torch.rand(3)
+        >>> with truncdet.deterministic(seed=0):
+        ...     b = torch.rand(3)
+        >>> torch.equal(a, b)
+        True
+
+    Args:
+        seed: as for `enable`.
+        mode: as for `enable`.
+        strict: as for `enable`.
+        verbose: as for `enable`.
+
+    Raises:
+        ValueError: as `enable`.
+        TypeError: as `enable`.
+        TruncdetError: as `enable`.
+    """
+    arguments = _checked("deterministic", seed, mode, strict)
+    with _lock:
+        scope = _open(*arguments)
+    try:
+        yield _told(verbose)
+    finally:
+        with _lock:
+            _close(scope)
+
+
+def notes() -> tuple[str, ...]:
+    """Returns what the open scopes have to say, each sentence once."""
+    return tuple(dict.fromkeys(note for scope in _stack for note in scope.notes))
+
+
+def _checked(
+    where: str, seed: int | None, mode: str, strict: bool | str
+) -> tuple[int | None, str, bool | str]:
+    if seed is not None:
+        _seed.check_seed(seed, where)
+    if mode == "snap":
+        raise ValueError(
+            f"{where}: mode must not be 'snap' for a whole program: RoIAlign's contributions do "
+            "not have weight one"
+        )
+    return seed, check_mode(mode, where, _MODES), _strict.check_level(strict, where)
+
+
+def _told(verbose: bool) -> Status:
+    table = status()
+    if verbose:
+        table.print()
+    return table
+
+
+def _open(seed: int | None, mode: str, strict: bool | str) -> _Scope:
+    scope = _Scope()
+    # If a step fails, the ones before it are undone by the exit of this block.
+    with scope.undo as undo:
+        scope.notes += _flags.set_flags(undo)
+        note = _seed.hash_seed_note()
+        if note is not None:
+            scope.notes.append(note)
+        for package, module in _INTEGRATIONS:
+            if importlib.util.find_spec(package) is not None:
+                undo.enter_context(importlib.import_module(module).patched(mode))
+        if seed is not None:
+            undo.callback(_seed.saved_states())
+            _seed.seed_all(seed)
+        if strict:
+            scope.checker = _strict.StrictMode(strict)
+            scope.checker.__enter__()
+            undo.callback(_strict.leave, scope.checker)
+        scope.undo = undo.pop_all()
+    _stack.append(scope)
+    return scope
+
+
+def _close(scope: _Scope) -> None:
+    """Closes a scope and those opened inside it that are still open, innermost first."""
+    if scope not in _stack:
+        return
+    while True:
+        top = _stack.pop()
+        if top in _enabled:
+            _enabled.remove(top)
+        top.undo.close()
+        if top is scope:
+            return
