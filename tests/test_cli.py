@@ -1,0 +1,61 @@
+"""The `truncdet` command besides the demo."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+from click.testing import CliRunner
+
+import truncdet
+from truncdet._cli import main
+
+# Prints the modules that --help brings in on top of the package itself.
+HELP = """
+import sys
+import truncdet
+before = set(sys.modules)
+from truncdet._cli import main
+for arguments in (["--help"], ["demo", "--help"]):
+    main(arguments, standalone_mode=False)
+print("NEW", *sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+"""
+
+
+def output(*arguments: str) -> str:
+    result = CliRunner().invoke(main, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_help_imports_nothing_heavy() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    *text, last = done.stdout.splitlines()
+    assert "demo" in "".join(text) and last.startswith("NEW ")
+    new = set(last.split()[1:])
+    assert "click" in new
+    assert not new & {"torch", "torchvision", "numpy", "matplotlib", "pycocotools", "PIL", "rich"}
+
+
+def test_version_is_that_of_the_package() -> None:
+    assert importlib.metadata.version("truncdet") in output("--version")
+
+
+def test_status_prints_the_table() -> None:
+    assert output("status").rstrip("\n") == str(truncdet.status())
+
+
+def test_build_info_is_json() -> None:
+    info = json.loads(output("build-info"))
+    assert info["extension"] == truncdet.build_info()["extension"]
+
+
+def test_module_and_command_are_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "truncdet", "--help"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("Usage: truncdet ")
+    for name in ("demo", "status", "build-info"):
+        assert name in done.stdout

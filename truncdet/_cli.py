@@ -1,0 +1,101 @@
+"""The `truncdet` command. Everything heavy is imported by the subcommand that needs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from truncdet._demo_options import DEMO_MODES, DemoError, DemoOptions
+from truncdet._version import __version__
+
+_FOLDER = click.Path(path_type=Path)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(__version__, prog_name="truncdet")
+def main() -> None:
+    """Training that repeats bit for bit: reproducible detection operators."""
+
+
+@main.command()
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=DemoOptions.steps, help="Training steps per run."
+)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default=DemoOptions.device,
+    help="auto is cuda where there is a GPU.",
+)
+@click.option(
+    "--mode",
+    "modes",
+    type=click.Choice(DEMO_MODES),
+    multiple=True,
+    default=DemoOptions.modes,
+    help="A mode to run twice; may be given several times.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**31 - 1), default=DemoOptions.seed, help="Of every run."
+)
+@click.option("--out", type=_FOLDER, default=DemoOptions.out, help="Folder for report and picture.")
+@click.option(
+    "--data", type=_FOLDER, help="Folder of images, with --ann.  [default: the bundled set]"
+)
+@click.option("--ann", type=_FOLDER, help="Annotation file in COCO's format.")
+@click.option("--eval-ann", type=_FOLDER, help="File to measure AP on.  [default: that of --ann]")
+@click.option(
+    "--batch", type=click.IntRange(1, 64), default=DemoOptions.batch, help="Images per step."
+)
+@click.option(
+    "--image-size",
+    type=click.IntRange(64, 1024),
+    default=DemoOptions.image_size,
+    help="Short side in pixels.",
+)
+def demo(**arguments: Any) -> None:
+    """Train a small detector twice per mode, compare every bit, write a report.
+
+    Exit status: 0 all ran, 1 runs that must be equal differ, 2 an option cannot be used, 128 + n
+    after signal n (the report then has what ran).
+    """
+    # dict.fromkeys: a mode given twice is still run twice, not four times.
+    options = DemoOptions(**{**arguments, "modes": tuple(dict.fromkeys(arguments["modes"]))})
+    try:
+        from rich.console import Console
+
+        from truncdet._demo import run_demo
+    except ModuleNotFoundError as error:
+        raise _CannotUse(
+            f"truncdet demo: package {error.name} must be installed, got none"
+        ) from error
+    try:
+        status = run_demo(options, Console(highlight=False))
+    except DemoError as error:
+        raise _CannotUse(str(error)) from error
+    raise SystemExit(status)
+
+
+class _CannotUse(click.ClickException):
+    """Printed as `Error: ...`, without a traceback."""
+
+    exit_code = 2
+
+
+@main.command()
+def status() -> None:
+    """Print what truncdet covers, and what it does not."""
+    import truncdet
+
+    click.echo(truncdet.status())
+
+
+@main.command("build-info")
+def build_info() -> None:
+    """Print which extension is loaded, as JSON."""
+    import truncdet
+
+    click.echo(json.dumps(truncdet.build_info(), indent=1, default=str))
