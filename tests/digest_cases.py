@@ -45,7 +45,7 @@ def add_roi_align(name, case, dtype, pool_mode, poison=False):
         if poison:
             grad[0, 0, 0, 0], grad[1, 1, 1, 0], grad[2, 1, 1, 1] = torch.nan, torch.inf, -torch.inf
         boxes = case.make_boxes(dtype, device)
-        out = truncdet.roi_align(input, boxes, case.bins, *case.rest[2:], pool_mode)
+        out = truncdet.roi_align(input, boxes, *case.rest_of_call, pool_mode)
         return [out.detach(), *torch.autograd.grad(out, input, grad)]
 
 

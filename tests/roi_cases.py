@@ -104,6 +104,11 @@ class Case(NamedTuple):
         """The arguments after the boxes, of the operator's forward."""
         return (*self.bins, self.scale, self.ratio, self.aligned)
 
+    @property
+    def rest_of_call(self):
+        """The arguments after the boxes, of the public function."""
+        return (self.bins, self.scale, self.ratio, self.aligned)
+
 
 def forward(case, input, boxes):
     """The operator as the dispatcher finds it: compiled where there is an extension."""

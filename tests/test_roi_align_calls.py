@@ -39,10 +39,12 @@ def pooled(input, boxes, grad, pool_mode, op=roi_align):
 @each_ratio
 @each_pool
 def test_the_gradient_is_the_derivative_and_repeats(device, aligned, ratio, pool_mode):
-    input, boxes, _ = tensors(device, torch.float64)
+    case = Case((1, 2, 5, 6), 4, (2, 2), 0.5, ratio, aligned)
+    input = case.make_input(torch.float64, device).requires_grad_()
+    boxes = case.make_boxes(torch.float64, device)
 
     def call(x):
-        return roi_align(x, boxes, CASE.bins, 1.0, ratio, aligned, pool_mode)
+        return roi_align(x, boxes, *case.rest_of_call, pool_mode)
 
     assert torch.autograd.gradcheck(call, (input,), nondet_tol=0)
     assert torch.autograd.gradcheck(call, (input,), nondet_tol=0, fast_mode=True)

@@ -23,6 +23,7 @@ from roi_cases import (
     one_cell_sum,
     permutations,
     reference_backward,
+    reference_forward,
     weights,
 )
 from scatter_cases import CANCELLING
@@ -274,6 +275,7 @@ def test_a_nan_feature_reaches_only_the_bins_that_read_it(device, dtype):
     expected = clean.clone()
     expected[:, 0][read] = torch.nan
     assert_bitwise_equal(forward(case, input.to(device), boxes.to(device)), expected)
+    assert_bitwise_equal(reference_forward(case, input, boxes), expected)
 
 
 @each_dtype

@@ -170,8 +170,9 @@ def forward(
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounds a forward result to the features' type; NaN becomes the canonical one."""
-    x = torch.where(x.isnan(), torch.full_like(x, torch.nan), x)
-    return x.to(dtype)
+    x = x.to(dtype)
+    # After the conversion, whose NaN depends on the instruction that made it.
+    return torch.where(x.isnan(), torch.full_like(x, torch.nan), x)
 
 
 def check_batch_indices(roi: RoiGeometry, boxes: Tensor, images: int) -> None:
