@@ -212,6 +212,9 @@ SHAPES = {
         ratio=2,
         boxes=stack_boxes((0, 6, 6, 1, 2), (0, 6, 1, 2, 5), (0, 1, 7, 5, 3)),
     ),
+    "reversed_with_many_samples": Case(
+        (1, 2, 8, 8), 12, (2, 3), ratio=7, boxes=hashed_boxes(12, 1, 8, 8, 77)[:, [0, 3, 4, 1, 2]]
+    ),
     "no_size": Case(
         (1, 2, 8, 8), 2, (3, 3), ratio=2, boxes=stack_boxes((0, 3, 3, 3, 3), (0, 2.5, 1, 2.5, 6))
     ),

@@ -20,7 +20,7 @@ from roi_cases import (
 )
 from scatter_cases import CANCELLING
 
-from truncdet import _roi_align_max as reference
+from truncdet import _roi_align_max_reference as reference
 from truncdet import roi_align
 from truncdet.testing import assert_bitwise_equal
 
@@ -290,3 +290,10 @@ def test_an_argmax_from_elsewhere_reads_nothing_outside(device):
     for number in (-1, -(2**31), 2**31 - 1, 10**6):
         argmax = torch.full(grad.shape, number, dtype=torch.int32, device=device)
         assert not backward(CASE, grad, argmax, boxes).any()
+    # One beyond the only sample, where the next one would still be inside the map.
+    case = Case((1, 1, 3, 3), 1, (1, 1), ratio=1)
+    boxes = torch.tensor([ONE_CELL_BOX], device=device)
+    argmax = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
+    grad = torch.ones(1, 1, 1, 1, device=device)
+    assert backward(case, grad, argmax, boxes).sum() == 1
+    assert not backward(case, grad, argmax + 1, boxes).any()

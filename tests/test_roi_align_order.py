@@ -29,7 +29,7 @@ from roi_cases import (
 from scatter_cases import CANCELLING
 from torchvision.ops import roi_align as torchvision_roi_align
 
-from truncdet import fixedpoint, roi_align
+from truncdet import roi_align
 from truncdet.testing import assert_bitwise_equal
 
 CROWD = Case((1, 3, 6, 7), 40, (2, 2))
@@ -310,19 +310,31 @@ def test_number_of_threads_does_not_matter(case):
         torch.set_num_threads(threads)
 
 
-def test_the_head_room_counts_the_rois_of_the_image_alone(device):
-    """Otherwise a crowded neighbour would coarsen the grid: 2^-62 * 2^G must stay below 2^-50."""
-    tiny = Fraction(2) ** -60
-    boxes = torch.tensor([[0.0, 1, 1, 2, 2]] * 2 + [[1.0, 1, 1, 2, 2]] * 4096)
+@pytest.mark.parametrize("path", [backward, reference_backward], ids=["kernel", "reference"])
+@pytest.mark.parametrize("count, headroom", [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4)])
+def test_the_unit_of_the_sums_follows_from_the_image_alone(device, path, count, headroom):
+    """2^(G - 62) with 2^G the RoIs of the image; a crowd in another image does not coarsen it."""
+    unit = 2.0 ** (headroom - 62)
+    own = [[0.0, 1, 1, 2, 2]] * (count - 1) + [[0.0, 0, 0, 1, 1]]
+    boxes = torch.tensor(own + [[1.0, 1, 1, 2, 2]] * 200, device=device)
     case = Case((2, 1, 3, 3), len(boxes), (1, 1), ratio=1, boxes=boxes)
-    grad = torch.ones(len(boxes), 1, 1, 1)
-    grad[:2, 0, 0, 0] = torch.tensor([float(tiny), 0.5])
-    grad[1] = -grad[0] / 2
-    grad[2:] = 1.0
-    got = backward(case, grad.to(device), boxes.to(device)).cpu()
-    assert got[0, 0, 1, 1] == float(tiny) / 2
-    assert got[1, 0, 1, 1] == 4096
-    assert fixedpoint.headroom(2) == 1
+    # The largest value, just below one, is elsewhere; a cell gets one contribution.
+    for value, expected in ((unit, unit), (1.5 * unit, 2 * unit), (0.5 * unit, 0), (-unit, -unit)):
+        grad = torch.zeros(len(boxes), 1, 1, 1, device=device)
+        grad[0], grad[count - 1] = value, 0.75
+        grad[count:] = 1024.0
+        got = path(case, grad, boxes)
+        assert got[0, 0, 1, 1] == expected
+        assert got[0, 0, 0, 0] == 0.75 and got[1, 0, 1, 1] == 200 * 1024
+
+
+def test_a_coordinate_just_above_zero_is_the_border(device):
+    """Its weight on the next cell would be so small that a denormal mode might decide about it."""
+    boxes = torch.tensor([[0, 0.5, 0.5, 0.5 + 2.0**-50, 1.5]], dtype=torch.float64)
+    case = Case((1, 1, 2, 3), 1, (1, 2), ratio=2, boxes=boxes)
+    input = torch.tensor([[[[2.0, torch.nan, 1.0]] * 2]], dtype=torch.float64)
+    assert forward(case, input.to(device), boxes.to(device)).tolist() == [[[[2.0, 2.0]]]]
+    assert reference_forward(case, input, boxes).tolist() == [[[[2.0, 2.0]]]]
 
 
 def test_the_public_function_and_the_operator_agree(device):
