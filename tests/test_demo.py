@@ -116,7 +116,7 @@ def test_screen_explains_the_order_and_ends_with_one_sentence(finished: tuple[Pa
         assert word in text
     last = text[text.rindex("Shown:") :]
     assert last.count(". ") == 0 and last.endswith(".")
-    assert "plain training (off) differed from step" in last
+    assert "plain training (off) did not repeat: it first differed at step" in last
     assert f"repeated bit for bit, in all {STEPS} losses" in last
     # Twelve steps teach nothing, and the sentence must not claim otherwise.
     assert "below 0.1" in last

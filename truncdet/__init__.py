@@ -1,5 +1,7 @@
 """Training that repeats bit for bit: reproducible accumulation for detection operators."""
 
+from truncdet import fixedpoint as fixedpoint
+from truncdet import testing as testing
 from truncdet._build import build_info as build_info
 from truncdet._digest import Digest as Digest
 from truncdet._digest import digest as digest

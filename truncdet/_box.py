@@ -48,8 +48,8 @@ class Recipe:
             raise ValueError(f"wrap: compute_dtype must be float64 to certify, got {dtype}")
         if torch.float16 in (self.bits, self.grad_bits):
             warnings.warn(
-                "wrap: a literal float16 cast flushes gradients (77 % survive at 1e-6, 16 % at "
-                "1e-7) and overflows above 65504; bits=11 and grad_bits=11 keep the exponent",
+                "wrap: a literal float16 cast turns gradients of at most 2^-25 (3e-8) into zero "
+                "and overflows above 65504; bits=11 and grad_bits=11 keep the exponent",
                 stacklevel=3,
             )
         self.names = _parameter_names(box)

@@ -42,8 +42,8 @@ def build_info() -> dict[str, str]:
     """What is loaded: compiled kernels or the pure-PyTorch reference, which gives the same bits.
 
     Example:
-        >>> truncdet.build_info()["extension"]
-        'cpu'
+        >>> truncdet.build_info()["extension"] in ("none", "cpu", "cuda")
+        True
 
     Returns:
         A dictionary of strings: "extension" ("none", "cpu" or "cuda"), "cuda_archs" (compute

@@ -90,7 +90,7 @@ def midpoint_case(
 
     Example:
         >>> case = midpoint_case(cells=8, unproved=3)
-        >>> f = wrap(case.function, certify=True, weights="nonnegative", n=case.n)
+        >>> f = truncdet.wrap(case.function, certify=True, weights="nonnegative", n=case.n)
         >>> f(case.x.requires_grad_(), case.index).backward(case.gradient)
         >>> f.unproved_cells()
         3

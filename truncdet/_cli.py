@@ -1,4 +1,4 @@
-"""The `truncdet` command. Everything heavy is imported by the subcommand that needs it."""
+"""The `truncdet` command. Beyond torch itself, each subcommand imports what it needs."""
 
 from __future__ import annotations
 
@@ -68,13 +68,14 @@ def demo(**arguments: Any) -> None:
         from rich.console import Console
 
         from truncdet._demo import run_demo
+        from truncdet._errors import TruncdetError
     except ModuleNotFoundError as error:
         raise _CannotUse(
             f"truncdet demo: package {error.name} must be installed, got none"
         ) from error
     try:
         status = run_demo(options, Console(highlight=False))
-    except DemoError as error:
+    except (DemoError, TruncdetError) as error:
         raise _CannotUse(str(error)) from error
     raise SystemExit(status)
 

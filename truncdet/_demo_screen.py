@@ -90,7 +90,7 @@ def summary_table(runs: list[RunRecord], compared: dict[str, Comparison], where:
         padding=(0, 1, 0, 0),
     )
     table.add_column("run", no_wrap=True)
-    for name in ("last loss", "weights", "differs at", "mAP", "AP50", "s/step", "peak MB"):
+    for name in ("last loss", "weights", "first differs", "mAP", "AP50", "s/step", "peak MB"):
         table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         found = compared[run.mode]
@@ -123,8 +123,8 @@ def conclusion(
             part = f"{name} repeated bit for bit, in all {found.steps} losses and all weights"
         else:
             part = (
-                f"{name} differed from step {found.first} on, by up to {found.largest:.2g} in"
-                " the loss"
+                f"{name} did not repeat: it first differed at step {found.first}, by up to "
+                f"{found.largest:.2g} in the loss"
             )
         parts.append(part)
     figures = [run.ap50 for run in runs if run.ap50 is not None]

@@ -1,8 +1,8 @@
 """The flags of torch and cuBLAS that a repeatable program needs, set so that they can be undone.
 
 TF32 stays as the user set it: it changes accuracy, not repeatability. The global
-`torch.use_deterministic_algorithms` stays too: it makes a Mask R-CNN step nine times as slow and
-replaces RoIAlign by one with other values outside the map.
+`torch.use_deterministic_algorithms` stays too: it is much slower in detectors, and replaces
+torchvision's RoIAlign by one with other values outside the map.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def set_flags(undo: ExitStack) -> list[str]:
     """Sets them, registers with `undo` what puts them back, and returns what is to be said."""
     _set(undo, torch.backends.cudnn, "deterministic", True)
     _set(undo, torch.backends.cudnn, "benchmark", False)
-    # Filling every new tensor alone costs up to 12 % and makes no sum repeatable.
+    # Filling every new tensor costs time and makes no sum repeatable.
     _set(undo, torch.utils.deterministic, "fill_uninitialized_memory", False)
     found = os.environ.get(_CUBLAS)
     if found is None:

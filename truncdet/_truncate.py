@@ -1,8 +1,8 @@
 """Rounding to few significant bits on the way in, and of the gradient on the way back.
 
 A value keeps `bits` significant bits, counted from its leading one, and float32's exponent: a
-literal cast to half also overflows above 65504 and flushes small gradients (of those near 1e-7
-only 16 % survive). Rounding is to nearest, ties to even (IEEE 754-2019, 4.3.1), on the word.
+literal cast to half also overflows above 65504 and turns gradients of at most 2^-25 (3e-8) into
+zero. Rounding is to nearest, ties to even (IEEE 754-2019, 4.3.1), on the word.
 
     word of |x|:  exponent | kept, bits - 1 | dropped, p - bits      (p = format's significand)
 
