@@ -125,14 +125,28 @@ class Patch:
             if mode != "off":
                 self.check_version(allow_untested)
             # Undone before planning: a plan finds its sites by the functions they hold.
-            undone = _revert(self._applied, self.name)
+            undone, lost = _revert(self._applied)
+            self._applied = _Applied()
             try:
-                plan = Plan() if mode == "off" else self._plan(mode)
-                self._applied = _execute(plan, self.name)
-            except BaseException:
-                self._applied = _execute(undone, self.name)
-                raise
-            self.mode = mode
+                try:
+                    plan = Plan() if mode == "off" else self._plan(mode)
+                    self._applied = _execute(plan, self.name)
+                except BaseException:
+                    self._applied = _execute(undone, self.name)
+                    raise
+                self.mode = mode
+            finally:
+                self._warn(lost)
+
+    def _warn(self, lost: list[Site]) -> None:
+        """Comes last, since a warning may be an exception: the state is then what `mode` says."""
+        for site in lost:
+            warnings.warn(
+                f"{self.name}: {site.module}.{site.name} was replaced by someone else since it was "
+                "patched and is left as it is",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def undo(self) -> bool:
         """Puts everything back; returns False if nothing was patched."""
@@ -168,7 +182,7 @@ def _execute(plan: Plan, who: str) -> _Applied:
         for kernel in plan.kernels:
             done.kernels.append((_override(kernel), kernel))
     except BaseException:
-        _revert(done, who)
+        _revert(done)
         raise
     return done
 
@@ -182,21 +196,19 @@ def _override(kernel: Kernel) -> Any:
     return library
 
 
-def _revert(applied: _Applied, who: str) -> Plan:
-    """Undoes what still is ours and returns it as a plan, so that it can be done again."""
+def _revert(applied: _Applied) -> tuple[Plan, list[Site]]:
+    """Undoes what still is ours.
+
+    Returns it as a plan, so that it can be done again, and the sites that others have replaced.
+    """
     # Destroying now, not when the object is collected: "undone" must hold on return.
     for library, _ in reversed(applied.kernels):
         library._destroy()
-    undone = []
+    undone, lost = [], []
     for module, site, old in reversed(applied.sites):
         if vars(module).get(site.name) is site.new:
             setattr(module, site.name, old)
             undone.append(site)
         else:
-            warnings.warn(
-                f"{who}: {site.module}.{site.name} was replaced by someone else since it was "
-                "patched and is left as it is",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-    return Plan(tuple(reversed(undone)), tuple(kernel for _, kernel in applied.kernels))
+            lost.append(site)
+    return Plan(tuple(reversed(undone)), tuple(kernel for _, kernel in applied.kernels)), lost

@@ -54,7 +54,10 @@ def patch(mode: str = "fixed_point", *, allow_untested: bool = False) -> None:
 
 
 def unpatch() -> bool:
-    """Puts torchvision back exactly as it was; returns False if it was not patched."""
+    """Puts torchvision back exactly as it was; returns False if it was not patched.
+
+    Not while another thread is inside RoIAlign's backward: its kernel would vanish under it.
+    """
     return _PATCH.undo()
 
 

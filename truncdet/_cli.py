@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +61,26 @@ def main() -> None:
 def demo(**arguments: Any) -> None:
     """Train a small detector twice per mode, compare every bit, write a report.
 
-    Exit status: 0 all ran, 1 runs that must be equal differ, 2 an option cannot be used, 128 + n
-    after signal n (the report then has what ran).
+    Exit status: 0 all ran, 1 runs that must be equal differ, 2 an option or a file cannot be used,
+    3 the program failed, 128 + n after signal n (the report then has what ran).
     """
     # dict.fromkeys: a mode given twice is still run twice, not four times.
     options = DemoOptions(**{**arguments, "modes": tuple(dict.fromkeys(arguments["modes"]))})
+    try:
+        _run_demo(options)
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+    except click.ClickException:
+        raise
+    except (OSError, OverflowError, RecursionError, UnicodeError) as error:
+        raise _CannotUse(f"truncdet demo: {type(error).__name__}: {error}") from error
+    except Exception:
+        # 1 means that bits differed, so an error of the program must be another number.
+        traceback.print_exc()
+        raise SystemExit(3) from None
+
+
+def _run_demo(options: DemoOptions) -> None:
     try:
         from rich.console import Console
 

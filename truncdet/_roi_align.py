@@ -15,7 +15,7 @@ from truncdet import _roi_align_reference as reference
 from truncdet._errors import TruncdetError
 from truncdet._library import LIB
 from truncdet._roi_align_max import roi_align_max
-from truncdet._roi_boxes import check_arguments, prepare_boxes
+from truncdet._roi_boxes import call, check_arguments, check_same_device, prepare_boxes
 from truncdet._sticky import raise_pending
 
 LIB.define(
@@ -35,6 +35,7 @@ LIB.impl("roi_align_backward", reference.backward, "CompositeExplicitAutograd")
 def _fake_forward(
     input: Tensor, boxes: Tensor, pooled_height: int, pooled_width: int, *_: Any
 ) -> Tensor:
+    check_same_device(input, boxes)
     return input.new_empty(boxes.shape[0], input.shape[1], pooled_height, pooled_width)
 
 
@@ -42,6 +43,7 @@ def _fake_forward(
 def _fake_backward(
     grad: Tensor, boxes: Tensor, images: int, channels: int, height: int, width: int, *rest: Any
 ) -> Tensor:
+    check_same_device(grad, boxes)
     memory_format = torch.channels_last if rest[-1] else torch.contiguous_format
     return grad.new_empty(images, channels, height, width).contiguous(memory_format=memory_format)
 
@@ -126,8 +128,15 @@ def roi_align(
     rois = prepare_boxes(input, boxes)
     if pool_mode == "max":
         return roi_align_max(input, rois, bins, float(spatial_scale), sampling_ratio, aligned)
-    out: Tensor = torch.ops.truncdet.roi_align(
-        input, rois, bins[0], bins[1], float(spatial_scale), sampling_ratio, aligned
+    out: Tensor = call(
+        torch.ops.truncdet.roi_align,
+        input,
+        rois,
+        bins[0],
+        bins[1],
+        float(spatial_scale),
+        sampling_ratio,
+        aligned,
     )
     return out
 

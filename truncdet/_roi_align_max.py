@@ -13,6 +13,7 @@ from torch import Tensor
 from truncdet import _roi_align_max_reference as reference
 from truncdet._errors import TruncdetError
 from truncdet._library import LIB
+from truncdet._roi_boxes import call, check_same_device
 
 LIB.define(
     "roi_align_max(Tensor input, Tensor boxes, SymInt pooled_height, SymInt pooled_width, "
@@ -33,6 +34,7 @@ LIB.impl("roi_align_max_backward", reference.backward, "CompositeExplicitAutogra
 def _fake_forward(
     input: Tensor, boxes: Tensor, pooled_height: int, pooled_width: int, *_: Any
 ) -> tuple[Tensor, Tensor]:
+    check_same_device(input, boxes)
     shape = (boxes.shape[0], input.shape[1], pooled_height, pooled_width)
     return input.new_empty(shape), input.new_empty(shape, dtype=torch.int32)
 
@@ -48,6 +50,7 @@ def _fake_backward(
     width: int,
     *rest: Any,
 ) -> Tensor:
+    check_same_device(grad, boxes)
     memory_format = torch.channels_last if rest[-1] else torch.contiguous_format
     return grad.new_empty(images, channels, height, width).contiguous(memory_format=memory_format)
 
@@ -90,7 +93,14 @@ def roi_align_max(
 ) -> Tensor:
     """`roi_align` with pool_mode='max'; boxes [K, 5] in the compute type."""
     out: Tensor
-    out, _ = torch.ops.truncdet.roi_align_max(
-        input, boxes, bins[0], bins[1], spatial_scale, sampling_ratio, aligned
+    out, _ = call(
+        torch.ops.truncdet.roi_align_max,
+        input,
+        boxes,
+        bins[0],
+        bins[1],
+        spatial_scale,
+        sampling_ratio,
+        aligned,
     )
     return out

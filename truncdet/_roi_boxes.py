@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def check_arguments(
             f"got {type(output_size).__name__}"
         )
     size = (output_size, output_size) if isinstance(output_size, int) else tuple(output_size)
-    if len(size) != 2 or not all(int(n) == n and 0 < n <= MAX_GRID for n in size):
+    if len(size) != 2 or not all(0 < n <= MAX_GRID and int(n) == n for n in size):
         raise ValueError(
             f"roi_align: output_size must be one or two ints in [1, {MAX_GRID}], got {output_size}"
         )
@@ -44,6 +45,10 @@ def check_arguments(
     if not 0 < spatial_scale < math.inf:
         raise ValueError(
             f"roi_align: spatial_scale must be positive and finite, got {spatial_scale}"
+        )
+    if not isinstance(sampling_ratio, int):
+        raise TypeError(
+            f"roi_align: sampling_ratio must be an int, got {type(sampling_ratio).__name__}"
         )
     if sampling_ratio > MAX_GRID:
         raise ValueError(
@@ -75,11 +80,32 @@ def prepare_boxes(input: Tensor, boxes: Tensor | Sequence[Tensor]) -> Tensor:
         raise TypeError(f"roi_align: boxes must be floating point, got {rows.dtype}")
     if rows.device != input.device:
         raise ValueError(f"roi_align: boxes must be on {input.device}, got {rows.device}")
-    rows = rows.detach().to(compute_dtype(input.dtype))
-    if rows.is_cpu and not torch.compiler.is_compiling() and isinstance(boxes, Tensor):
-        # The compiled kernel can only raise a RuntimeError.
-        raise_outside(rows, len(input))
-    return rows
+    return rows.detach().to(compute_dtype(input.dtype))
+
+
+def check_same_device(values: Tensor, boxes: Tensor) -> None:
+    """For fake implementations, which also answer when one argument alone is on `meta`."""
+    if values.device != boxes.device:
+        raise RuntimeError(
+            f"roi_align: boxes must be on the device of the values, {values.device}, "
+            f"got {boxes.device}"
+        )
+
+
+def call(operator: Any, input: Tensor, rois: Tensor, *arguments: Any) -> Any:
+    """Calls an operator; a batch index outside the batch gives the ValueError that names it.
+
+    The compiled kernel can only raise a RuntimeError. Looking at the boxes beforehand would break
+    tracing with fake tensors.
+    """
+    if torch.compiler.is_compiling():
+        return operator(input, rois, *arguments)
+    try:
+        return operator(input, rois, *arguments)
+    except RuntimeError:
+        if rois.is_cpu:
+            raise_outside(rois, len(input))
+        raise
 
 
 def _from_list(input: Tensor, boxes: Sequence[Tensor]) -> Tensor:

@@ -77,7 +77,7 @@ class _Snap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, log_count: int, dtype: torch.dtype) -> Tensor:
-        return _snap_words(x, log_count, dtype) if x.numel() else x.view_as(x)
+        return _snap_words(x.resolve_neg(), log_count, dtype) if x.numel() else x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:

@@ -71,7 +71,11 @@ def enable(
     with _lock:
         disable()
         _enabled.append(_open(*arguments))
-    return _told(verbose)
+    try:
+        return _told(verbose)
+    except BaseException:
+        disable()
+        raise
 
 
 def disable() -> bool:
@@ -200,10 +204,13 @@ def _close(scope: _Scope) -> None:
     """Closes a scope and those opened inside it that are still open, innermost first."""
     if scope not in _stack:
         return
-    while True:
+    inner_first = []
+    while scope in _stack:
         top = _stack.pop()
         if top in _enabled:
             _enabled.remove(top)
-        top.undo.close()
-        if top is scope:
-            return
+        inner_first.append(top)
+    # An exit stack runs all of its exits, the last pushed first, whatever one of them raises.
+    with ExitStack() as closing:
+        for top in reversed(inner_first):
+            closing.push(top.undo)

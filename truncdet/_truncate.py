@@ -27,8 +27,9 @@ def round_significand(x: Tensor, keep: int) -> Tensor:
     form = format_of(x.dtype, "truncate", "x")
     drop = form.significand - keep
     if drop <= 0:
-        return x
-    return _round_words(x, form, drop)
+        # A copy, as in all other cases: what is returned may be changed in place.
+        return x.clone()
+    return _round_words(x.resolve_neg(), form, drop)
 
 
 def _round_words(x: Tensor, form: Format, drop: int) -> Tensor:

@@ -115,7 +115,8 @@ def wrap(
     Arguments at `truncate_args` are rounded; all other floating tensors, in nested lists, tuples
     and dicts too, are only widened (boxes must never be rounded), and so are a module's
     parameters and buffers. Every gradient that leaves the box, of parameters too, is rounded to
-    `grad_bits`. Outputs are only narrowed to the caller's dtype. Autocast is off inside.
+    `grad_bits`. Outputs are only narrowed to the caller's dtype. Autocast is off inside. Buffers
+    that a module changes in place are kept; one that it binds to a new tensor is not.
 
     Example:
         >>> roi_align = wrap(torchvision.ops.roi_align)

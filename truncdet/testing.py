@@ -6,6 +6,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,6 +85,8 @@ def _shape(tensor: Tensor) -> list[int]:
 def _difference(actual: Any, expected: Any, path: str) -> str | None:
     """Describes the first difference, or returns None."""
     at = f"{path}: " if path else ""
+    if isinstance(actual, (np.ndarray, np.generic)) and type(actual) is type(expected):
+        actual, expected = torch.as_tensor(actual), torch.as_tensor(expected)
     if isinstance(actual, Tensor) and isinstance(expected, Tensor):
         problem = _tensor_difference(actual, expected)
         return problem and at + problem
@@ -112,6 +115,8 @@ def _is_sequence(value: object) -> bool:
 
 def _plain(value: object) -> object:
     """Floats compare by their bits as well: -0.0 is not 0.0, and a NaN is itself."""
+    if isinstance(value, complex):
+        return struct.pack("<dd", value.real, value.imag)
     return struct.pack("<d", value) if isinstance(value, float) else value
 
 

@@ -140,6 +140,7 @@ Tensor roi_align_cpu(Tensor input, Tensor boxes, int64_t pooled_height, int64_t 
                      double spatial_scale, int64_t sampling_ratio, bool aligned) {
   const RoiAlignShape shape = forward_shape(input, boxes, pooled_height, pooled_width,
                                             spatial_scale, sampling_ratio, aligned);
+  check_on_cpu(boxes);
   boxes = torch::stable::contiguous(boxes);
   const bool channels_last = is_channels_last(input) && !input.is_contiguous();
   if (!channels_last) input = torch::stable::contiguous(input);
@@ -161,6 +162,7 @@ Tensor roi_align_backward_cpu(Tensor grad, Tensor boxes, int64_t images, int64_t
   const RoiAlignShape shape =
       backward_shape(grad, boxes, images, channels, height, width, pooled_height, pooled_width,
                      spatial_scale, sampling_ratio, aligned);
+  check_on_cpu(boxes);
   boxes = torch::stable::contiguous(boxes);
   grad = torch::stable::contiguous(grad);
   Tensor out = empty_image(grad, shape, channels_last);

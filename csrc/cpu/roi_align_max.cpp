@@ -78,6 +78,7 @@ std::tuple<Tensor, Tensor> roi_align_max_cpu(Tensor input, Tensor boxes, int64_t
                                              int64_t sampling_ratio, bool aligned) {
   const RoiAlignShape shape = forward_shape(input, boxes, pooled_height, pooled_width,
                                             spatial_scale, sampling_ratio, aligned);
+  check_on_cpu(boxes);
   boxes = torch::stable::contiguous(boxes);
   const bool channels_last = is_channels_last(input) && !input.is_contiguous();
   if (!channels_last) input = torch::stable::contiguous(input);
@@ -102,6 +103,7 @@ Tensor roi_align_max_backward_cpu(Tensor grad, Tensor argmax, Tensor boxes, int6
       backward_shape(grad, boxes, images, channels, height, width, pooled_height, pooled_width,
                      spatial_scale, sampling_ratio, aligned);
   check_argmax(argmax, grad);
+  check_on_cpu(boxes);
   boxes = torch::stable::contiguous(boxes);
   grad = torch::stable::contiguous(grad);
   argmax = torch::stable::contiguous(argmax);

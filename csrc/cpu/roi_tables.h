@@ -73,6 +73,11 @@ class CellTable {
   std::vector<std::vector<BinEntry<C>>> lists_;
 };
 
+// Shapes and indices of other devices' tensors may be checked already; their data cannot be read.
+inline void check_on_cpu(const Tensor& boxes) {
+  TRUNCDET_CHECK(boxes.is_cpu(), "roi_align: boxes must be on the device of the values, the CPU");
+}
+
 template <class C>
 void check_batch_indices(const C* boxes, const RoiAlignShape& shape) {
   for (int64_t k = 0; k < shape.rois; ++k) {
