@@ -29,6 +29,7 @@ environment: Any = importlib.import_module("_environment")
 measure: Any = importlib.import_module("_measure")
 roi_cases: Any = importlib.import_module("_roi_cases")
 render: Any = importlib.import_module("_render")
+record_commit: Any = importlib.import_module("record_commit")
 
 HEAD = {
     "schema": 1,
@@ -372,3 +373,15 @@ def test_a_marker_without_an_end_is_refused(tmp_path: Path) -> None:
     clone = a_clone(tmp_path)
     (clone / "README.md").write_text("<!-- table: overhead -->\n")
     assert tables.main(["--check", f"--root={clone}"]) == 2
+
+
+def test_a_commit_is_recorded_once_and_said_to_be_recorded_afterwards(tmp_path: Path) -> None:
+    result = {**HEAD, "experiment": "x", "commit": None, "dirty": None}
+    path = environment.write_result(tmp_path, result)
+    with pytest.raises(ValueError, match="COMMIT must be 40 hex digits, got 'abc'"):
+        record_commit.record(path, "abc")
+    record_commit.record(path, "ab" * 20)
+    found = json.loads(path.read_text())
+    assert found == {**result, "commit": "ab" * 20, "commit_recorded": "after the run"}
+    with pytest.raises(ValueError, match="already names commit abab"):
+        record_commit.record(path, "cd" * 20)
