@@ -132,12 +132,9 @@ def backward(
     roi = average.geometry(boxes, images, cells, bins, spatial_scale, sampling_ratio, aligned)
     average.check_batch_indices(roi, boxes, images)
     values = grad.to(fixedpoint.compute_dtype(grad.dtype))
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    out = grad.new_zeros(images, channels, height, width).contiguous(memory_format=memory_format)
-    for image in range(images):
-        own = (roi.image == image).nonzero()[:, 0]
-        if len(own) and channels and height and width:
-            out[image] = _image_gradient(values, argmax, roi, own, cells, out.dtype)
+    out = average.empty_gradient(grad, (images, channels, height, width), channels_last)
+    for image, own in average.rois_by_image(roi, out):
+        out[image] = _image_gradient(values, argmax, roi, own, cells, out.dtype)
     return out
 
 

@@ -13,6 +13,7 @@ RoIAlign: He, Gkioxari, Dollar and Girshick, "Mask R-CNN", ICCV 2017, section 3.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -218,13 +219,24 @@ def backward(
     check_batch_indices(roi, boxes, images)
     wy, wx = both_axes(roi, bins, cells)
     values = grad.to(fixedpoint.compute_dtype(grad.dtype))
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    out = grad.new_zeros(images, channels, height, width).contiguous(memory_format=memory_format)
-    for image in range(images):
-        own = (roi.image == image).nonzero()[:, 0]
-        if len(own) and channels and height and width:
-            out[image] = _image_gradient(values[own], wy[own], wx[own], out.dtype)
+    out = empty_gradient(grad, (images, channels, height, width), channels_last)
+    for image, own in rois_by_image(roi, out):
+        out[image] = _image_gradient(values[own], wy[own], wx[own], out.dtype)
     return out
+
+
+def empty_gradient(grad: Tensor, shape: tuple[int, int, int, int], channels_last: bool) -> Tensor:
+    """Zeros [N, C, H, W] of the gradient's type in the memory order asked for."""
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    return grad.new_zeros(shape).contiguous(memory_format=memory_format)
+
+
+def rois_by_image(roi: RoiGeometry, out: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Every image that has RoIs, with their numbers; none if an image has no elements."""
+    for image in range(len(out) if out[:1].numel() else 0):
+        own = (roi.image == image).nonzero()[:, 0]
+        if len(own):
+            yield image, own
 
 
 def _image_gradient(grad: Tensor, wy: Tensor, wx: Tensor, dtype: torch.dtype) -> Tensor:
