@@ -166,6 +166,7 @@ Tensor roi_align_backward_cpu(Tensor grad, Tensor boxes, int64_t images, int64_t
   boxes = torch::stable::contiguous(boxes);
   grad = torch::stable::contiguous(grad);
   Tensor out = empty_image(grad, shape, channels_last);
+  if (shape.rois == 0) return torch::stable::zero_(out);
   TRUNCDET_DISPATCH(grad.scalar_type(), "roi_align_backward", [&] {
     using C = Format<scalar_t>::Compute;
     check_batch_indices(const_data<C>(boxes), shape);

@@ -108,6 +108,7 @@ Tensor roi_align_max_backward_cpu(Tensor grad, Tensor argmax, Tensor boxes, int6
   grad = torch::stable::contiguous(grad);
   argmax = torch::stable::contiguous(argmax);
   Tensor out = empty_image(grad, shape, channels_last);
+  if (shape.rois == 0) return torch::stable::zero_(out);
   TRUNCDET_DISPATCH(grad.scalar_type(), "roi_align_max_backward", [&] {
     using C = Format<scalar_t>::Compute;
     check_batch_indices(const_data<C>(boxes), shape);
