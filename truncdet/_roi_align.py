@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from truncdet import _roi_align_reference as reference
-from truncdet._errors import TruncdetError
 from truncdet._library import LIB
 from truncdet._roi_align_max import roi_align_max
+from truncdet._roi_autograd import no_double_backward, remember_input
 from truncdet._roi_boxes import call, check_arguments, check_same_device, prepare_boxes
 from truncdet._sticky import raise_pending
 
@@ -44,17 +44,13 @@ def _fake_backward(
     grad: Tensor, boxes: Tensor, images: int, channels: int, height: int, width: int, *rest: Any
 ) -> Tensor:
     check_same_device(grad, boxes)
-    memory_format = torch.channels_last if rest[-1] else torch.contiguous_format
-    return grad.new_empty(images, channels, height, width).contiguous(memory_format=memory_format)
+    return reference.empty_gradient(grad, (images, channels, height, width), rest[-1])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     input, boxes, *ctx.arguments = inputs
     ctx.save_for_backward(boxes)
-    ctx.shape = input.shape
-    ctx.channels_last = not input.is_contiguous() and input.is_contiguous(
-        memory_format=torch.channels_last
-    )
+    remember_input(ctx, input)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -65,14 +61,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return gradient, None, None, None, None, None, None
 
 
-def _no_double_backward(*_: Any) -> None:
-    raise TruncdetError("roi_align: a second derivative is not implemented")
-
-
 torch.library.register_autograd(
     "truncdet::roi_align", _backward, setup_context=_setup_context, lib=LIB
 )
-torch.library.register_autograd("truncdet::roi_align_backward", _no_double_backward, lib=LIB)
+torch.library.register_autograd("truncdet::roi_align_backward", no_double_backward, lib=LIB)
 
 
 def roi_align(

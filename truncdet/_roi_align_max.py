@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from truncdet import _roi_align_max_reference as reference
-from truncdet._errors import TruncdetError
+from truncdet import _roi_align_reference as average
 from truncdet._library import LIB
+from truncdet._roi_autograd import no_double_backward, remember_input
 from truncdet._roi_boxes import call, check_same_device
 
 LIB.define(
@@ -51,18 +52,14 @@ def _fake_backward(
     *rest: Any,
 ) -> Tensor:
     check_same_device(grad, boxes)
-    memory_format = torch.channels_last if rest[-1] else torch.contiguous_format
-    return grad.new_empty(images, channels, height, width).contiguous(memory_format=memory_format)
+    return average.empty_gradient(grad, (images, channels, height, width), rest[-1])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     input, boxes, *ctx.arguments = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(boxes, output[1])
-    ctx.shape = input.shape
-    ctx.channels_last = not input.is_contiguous() and input.is_contiguous(
-        memory_format=torch.channels_last
-    )
+    remember_input(ctx, input)
 
 
 def _backward(ctx: Any, grad: Tensor, _argmax: Any) -> tuple[Tensor | None, ...]:
@@ -73,14 +70,10 @@ def _backward(ctx: Any, grad: Tensor, _argmax: Any) -> tuple[Tensor | None, ...]
     return gradient, None, None, None, None, None, None
 
 
-def _no_double_backward(*_: Any) -> None:
-    raise TruncdetError("roi_align: a second derivative is not implemented")
-
-
 torch.library.register_autograd(
     "truncdet::roi_align_max", _backward, setup_context=_setup_context, lib=LIB
 )
-torch.library.register_autograd("truncdet::roi_align_max_backward", _no_double_backward, lib=LIB)
+torch.library.register_autograd("truncdet::roi_align_max_backward", no_double_backward, lib=LIB)
 
 
 def roi_align_max(
