@@ -6,11 +6,13 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-.PHONY: demo test lint clean
+.PHONY: demo test frameworks test-frameworks lint clean
 
 PYTHON ?= python3
 V := .venv
 BIN := $(V)/bin
+# mmcv, mmdet and detectron2 on top of .venv, so that `make test` stays what it is without them.
+FRAMEWORKS := .venv-frameworks
 
 # Tests need no CUDA toolkit; the demo is run right here, so it is worth compiling where a GPU is.
 # Without a compiler the pure-PyTorch reference gives the same bits.
@@ -34,13 +36,23 @@ test: $(V)/built-$(TEST_EXT)
 	TRUNCDET_EXPECT_EXT=$(TEST_EXT) $(BIN)/pytest
 	TRUNCDET_EXT=none $(BIN)/pytest $(CORE)
 
+frameworks: $(FRAMEWORKS)/ready
+
+# What else has to do with frameworks; the rest is the same with and without them. The warnings,
+# thousands, are the frameworks' own.
+WITH_FRAMEWORKS := tests/integrations $(addprefix tests/test_,docstrings.py status.py switch.py)
+
+test-frameworks: $(FRAMEWORKS)/ready $(V)/built-$(TEST_EXT)
+	TRUNCDET_EXPECT_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python -m pytest --disable-warnings \
+	  $(WITH_FRAMEWORKS)
+
 lint: $(V)/lint-tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
 clean:
-	rm -rf $(V) build dist *.egg-info truncdet/_C*.so .*_cache .hypothesis
+	rm -rf $(V) $(FRAMEWORKS) build dist *.egg-info truncdet/_C*.so .*_cache .hypothesis
 
 # Stamps. The newest build is the one that counts, so making one takes the others' stamps away.
 $(V)/built-%: $(V)/torch $(BUILT_FROM)
@@ -51,6 +63,11 @@ $(V)/built-%: $(V)/torch $(BUILT_FROM)
 
 $(V)/torch: $(V)/made
 	$(BIN)/pip install $(if $(CI),--quiet) $(TORCH) $(BUILD_TOOLS)
+	touch $@
+
+# Any build of truncdet will do, since it is not copied: after the first the order alone counts.
+$(FRAMEWORKS)/ready: $(V)/torch $(wildcard .ci/frameworks/*.py .ci/frameworks/*.txt) | $(V)/built-$(TEST_EXT)
+	$(BIN)/python .ci/frameworks/install.py $(FRAMEWORKS)
 	touch $@
 
 $(V)/lint-tools: $(V)/made setup.cfg

@@ -81,17 +81,25 @@ def scatter_times(result: Result) -> str:
 
 def train_step(result: Result) -> str:
     """A training step of Mask R-CNN, plain and patched."""
+    return _trainings("precision", result)
+
+
+def frameworks(result: Result) -> str:
+    """A training step of detectors of mmdet and detectron2, plain and patched."""
+    return _trainings("detector", result)
+
+
+def _trainings(what: str, result: Result) -> str:
     rows = []
-    for precision, found in result["comparisons"].items():
-        steps = str(result["steps"][precision])
-        cells = [precision, steps]
+    for name, found in result["comparisons"].items():
+        cells = [name, str(result["steps"][name])]
         for key, show in (("ms_per_step", lambda x: _number(x, 1)), ("peak_bytes", _mib)):
             cells += [show(found[key][mode]) for mode in ("off", "fixed_point")]
             cells.append(_number(found[f"{key}_ratio"], 3))
         for mode in ("off", "fixed_point"):
             cells.append(_difference(found["repeats"][mode]))
         rows.append(cells)
-    step = ("precision", "steps", "step, plain, ms", "patched, ms", "ratio")
+    step = (what, "steps", "step, plain, ms", "patched, ms", "ratio")
     peak = ("peak, plain, MiB", "patched, MiB", "ratio")
     return table((*step, *peak, "two plain runs", "two patched runs"), rows)
 
@@ -108,8 +116,11 @@ def _difference(found: dict[str, Any] | None) -> str:
 CLAIMS = {
     "overhead": "RoIAlign repeats its bits, within the limits on time, memory and error",
     "train_step": "Mask R-CNN R50-FPN trains twice to equal losses and weights, and no slower",
+    "frameworks": "Detectors of mmdet and detectron2 train twice to equal losses, and no slower",
 }
 NOT_MEASURED = "not measured yet"
+# Those of which a caption names the version, where they took part.
+LIBRARIES = ("torch", "torchvision", "mmcv", "mmdet", "detectron2")
 
 
 def claims(results: dict[str, Result]) -> str:
@@ -141,6 +152,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "overhead_details": ("overhead", overhead_details),
     "scatter": ("overhead", scatter_times),
     "train_step": ("train_step", train_step),
+    "frameworks": ("frameworks", frameworks),
 }
 
 
@@ -164,5 +176,5 @@ def region(name: str, results: dict[str, Result]) -> str:
 
 def _caption(result: Result) -> str:
     versions = result["versions"]
-    libraries = f"torch {versions['torch']}, torchvision {versions['torchvision']}"
+    libraries = ", ".join(f"{name} {versions[name]}" for name in LIBRARIES if name in versions)
     return f"{result['device']}, {libraries}, commit {_commit(result)}, `{result['command']}`:"

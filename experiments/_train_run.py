@@ -7,7 +7,7 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,8 +52,31 @@ class StepClock:
 def train(
     model: nn.Module, batch: Batch, precision: str, mode: str, repeat: int, steps: int
 ) -> dict[str, Any]:
-    """Trains a copy of `model` on `batch`, and returns the run as the result file has it."""
-    device = batch[0][0].device
+    """Trains a copy of a torchvision model on `batch`: the run as the result file has it."""
+    images, targets = batch
+    run = train_copy(
+        model,
+        lambda copied: copied(images, targets),
+        images[0].device,
+        patched(mode) if mode != "off" else contextlib.nullcontext(),
+        steps,
+        precision,
+    )
+    return {"precision": precision, "mode": mode, "repeat": repeat, **run}
+
+
+def train_copy(
+    model: nn.Module,
+    losses_of: Callable[[nn.Module], Mapping[str, Tensor]],
+    device: torch.device,
+    scope: contextlib.AbstractContextManager[None],
+    steps: int,
+    precision: str = "float32",
+) -> dict[str, Any]:
+    """Trains a copy of `model` inside `scope`, from the same seed in every call.
+
+    `losses_of` is one forward pass of the model on its batch: scalars by name.
+    """
     gpu = device.type == "cuda"
     gc.collect()
     if gpu:
@@ -66,20 +89,17 @@ def train(
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "float16")
     clock, kept = StepClock(device), []
     clock.mark()
-    with patched(mode) if mode != "off" else contextlib.nullcontext():
+    with scope:
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / RISE)
-            kept.append(_one_step(model, batch, DTYPES[precision], optimizer, scaler))
+            kept.append(_one_step(model, losses_of, DTYPES[precision], optimizer, scaler))
             clock.mark()
     times = clock.milliseconds()
     losses = torch.stack(kept).cpu()
     totals = losses.sum(1).tolist()
     finite = bool(losses.isfinite().all())
     return {
-        "precision": precision,
-        "mode": mode,
-        "repeat": repeat,
         "finite": finite,
         "trained": truncdet.digest(dict(model.named_parameters())) != before,
         "losses": [loss if loss - loss == 0 else None for loss in totals],
@@ -93,16 +113,15 @@ def train(
 
 def _one_step(
     model: nn.Module,
-    batch: Batch,
+    losses_of: Callable[[nn.Module], Mapping[str, Tensor]],
     dtype: torch.dtype | None,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
 ) -> Tensor:
     """Returns the losses in the order of their names, still on the device."""
-    images, targets = batch
-    kind = images[0].device.type
+    kind = next(model.parameters()).device.type
     with torch.autocast(kind, dtype=dtype) if dtype else contextlib.nullcontext():
-        parts: Mapping[str, Tensor] = model(images, targets)
+        parts = losses_of(model)
         total = torch.stack([parts[name].float() for name in sorted(parts)])
     optimizer.zero_grad(set_to_none=True)
     scaler.scale(total.sum()).backward()

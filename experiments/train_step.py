@@ -11,7 +11,7 @@ and exits with 1 if a condition is missed.
 from __future__ import annotations
 
 import argparse
-import statistics
+import functools
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,17 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _budget import MARGIN as MARGIN
+from _budget import affordable as fit
+from _budget import probe
 from _checks import Check, at_most, conclude, holds
+from _compare import check_repeats, compare
+from _compare import first_difference as first_difference
 from _environment import RESULTS, describe, pick_device, write_result
 from _mask_rcnn import make_batch, make_model
 from _render import train_step as render
-from _train_run import DTYPES, MODES, SETTLE, train
+from _train_run import DTYPES, MODES, train
 
 STEP_TIME_LIMIT = 1.00  # patched by plain
 PEAK_LIMIT = 1.04
-PROBE_STEPS = 6
-FEWEST_STEPS = 2 * SETTLE
-MARGIN = 0.95  # of the time that is left; the rest is for what the probe could not see
 
 # Plain runs in float32 are repeated to show that they differ; elsewhere one gives the step time.
 PLAIN_REPEATS = {"float32": 2, "float16": 1, "bfloat16": 1}
@@ -45,57 +47,15 @@ def schedule(precision: str) -> list[tuple[str, int]]:
 def affordable(
     wanted: Mapping[str, int], step_s: Mapping[str, float], fixed_s: float, left_s: float
 ) -> dict[str, int]:
-    """Steps by precision that fit into the time left; all are cut in the same proportion."""
+    """Steps by precision that fit into the time left; `fixed_s` is of one run."""
     runs = {precision: len(schedule(precision)) for precision in wanted}
-    time_for_steps = MARGIN * left_s - fixed_s * sum(runs.values())
-    needed = sum(runs[p] * wanted[p] * step_s[p] for p in wanted)
-    share = min(1.0, max(0.0, time_for_steps / needed)) if needed > 0 else 1.0
-    return {p: max(min(wanted[p], FEWEST_STEPS), int(wanted[p] * share)) for p in wanted}
-
-
-def first_difference(a: Sequence[str], b: Sequence[str]) -> int | None:
-    """The first step (from 0) whose digests differ; None if there is none.
-
-    Raises:
-        ValueError: the runs are of different length.
-    """
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
-
-
-def compare(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Repeats with each other and modes with each other; all runs are of one precision."""
-    by_mode = {mode: [run for run in runs if run["mode"] == mode] for mode in MODES}
-    found: dict[str, Any] = {"repeats": {}, "ms_per_step": {}, "peak_bytes": {}}
-    for mode, (first, *others) in by_mode.items():
-        found["repeats"][mode] = None
-        for other in others:
-            found["repeats"][mode] = {
-                "first_difference": first_difference(first["loss_digests"], other["loss_digests"]),
-                "weights_equal": first["weights_digest"] == other["weights_digest"],
-            }
-        times = [ms for run in by_mode[mode] for ms in run["step_ms"][_settled(run) :]]
-        found["ms_per_step"][mode] = statistics.median(times)
-        peaks = [run["peak_bytes"] for run in by_mode[mode]]
-        found["peak_bytes"][mode] = None if None in peaks else max(peaks)
-    for key in ("ms_per_step", "peak_bytes"):
-        plain, ours = (found[key][mode] for mode in MODES)
-        found[f"{key}_ratio"] = ours / plain if plain else None
-    return found
-
-
-def _settled(run: Mapping[str, Any]) -> int:
-    return min(SETTLE, len(run["step_ms"]) // 2)
+    return fit(wanted, runs, step_s, fixed_s * sum(runs.values()), left_s)
 
 
 def check(precision: str, runs: Sequence[Mapping[str, Any]], with_limits: bool) -> list[Check]:
     """The conditions on the runs of one precision."""
     found = compare(runs)
-    repeats = found["repeats"]["fixed_point"]
-    checks = [
-        holds(f"{precision}: all losses finite", all(run["finite"] for run in runs)),
-        holds(f"{precision}: patched losses repeat", repeats["first_difference"] is None),
-        holds(f"{precision}: patched weights repeat", repeats["weights_equal"]),
-    ]
+    checks = check_repeats(precision, runs)
     # In float16 the first steps only find the scale.
     if with_limits or precision != "float16":
         checks.append(holds(f"{precision}: parameters change", all(run["trained"] for run in runs)))
@@ -131,11 +91,9 @@ def main(arguments: Sequence[str]) -> int:
     wanted = {p: options.steps if p == "float32" else options.amp_steps for p in precisions}
     step_s, fixed_s = {}, 0.0
     for precision in wanted if full else ():
-        before = time.monotonic()
-        ms = train(model, batch, precision, "off", 0, PROBE_STEPS)["step_ms"]
-        step_s[precision] = statistics.median(ms[PROBE_STEPS // 2 :]) / 1000
+        found = probe(functools.partial(train, model, batch, precision, "off", 0))
         # The last probe's is kept: the first also loads the libraries.
-        fixed_s = time.monotonic() - before - sum(ms) / 1000
+        step_s[precision], fixed_s = found
     left_s = options.budget - (time.monotonic() - start)
     steps = affordable(wanted, step_s, fixed_s, left_s) if full else wanted
     result = describe("train_step", arguments, device)

@@ -12,24 +12,32 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.fx
-from truncdet.integrations._patch import Kernel, Patch, Plan, Site
-
-import truncdet
-from truncdet._mode import check_mode
+from truncdet.integrations._patch import Kernel, Patch, Plan, sites_of
+from truncdet.integrations._roi import (
+    Function,
+    Notices,
+    Recipe,
+    checked,
+    declined,
+    for_original,
+    from_torchvision,
+    make_function,
+)
 
 TESTED = ((0, 26), (0, 30))
 BACKWARD_OP = "torchvision::_roi_align_backward"
 
 _ME = "truncdet.integrations.torchvision"
-_MODES = ("fixed_point", "truncate", "off")
-_jit: Any = torch.jit
+_FUNCTIONS: dict[str, Function] = {}  # by mode, those that were ever in force
+_NOTICES = Notices(
+    f"{_ME}: {{reason}} uses torchvision's own roi_align; its gradient is reproducible on CPU and "
+    "CUDA while mode 'fixed_point' is in force, not otherwise"
+)
 
 
 def patch(mode: str = "fixed_point", *, allow_untested: bool = False) -> None:
@@ -50,7 +58,7 @@ def patch(mode: str = "fixed_point", *, allow_untested: bool = False) -> None:
         ValueError: for 'snap' and for unknown modes.
         TruncdetError: outside the tested range; nothing is changed then.
     """
-    _PATCH.apply(_checked(mode, "patch"), allow_untested=allow_untested)
+    _PATCH.apply(checked(mode, f"{_ME}.patch"), allow_untested=allow_untested)
 
 
 def unpatch() -> bool:
@@ -79,7 +87,7 @@ def patched(mode: str = "fixed_point", *, allow_untested: bool = False) -> Itera
         ValueError: as `patch`.
         TruncdetError: as `patch`.
     """
-    with _PATCH.scope(_checked(mode, "patched"), allow_untested=allow_untested):
+    with _PATCH.scope(checked(mode, f"{_ME}.patched"), allow_untested=allow_untested):
         yield
 
 
@@ -101,15 +109,6 @@ def covers(op: str, grad_dtype: torch.dtype) -> bool:
     if op != BACKWARD_OP:
         return False
     return mode() == "fixed_point" or (mode() == "truncate" and grad_dtype == torch.float64)
-
-
-def _checked(mode: str, where: str) -> str:
-    if mode == "snap":
-        raise ValueError(
-            f"{_ME}.{where}: mode must not be 'snap' for RoIAlign: its contributions have "
-            "fractional weights, and snapping proves sums only of contributions of weight one"
-        )
-    return check_mode(mode, f"{_ME}.{where}", _MODES)
 
 
 def _backward_kernel(
@@ -151,16 +150,9 @@ _KERNELS = tuple(Kernel(BACKWARD_OP, key, _backward_kernel) for key in ("CPU", "
 def _plan(mode: str) -> Plan:
     replacement = _replacement()
     original = replacement.__wrapped__
-    if mode == "truncate":
-        replacement.truncated = truncdet.wrap(original, truncate_args=(0,))
-    replacement.warned = set()
-    sites = tuple(
-        Site(module_name, name, replacement)
-        for module_name, module in list(sys.modules.items())
-        if module_name == "torchvision" or module_name.startswith("torchvision.")
-        for name, value in list(vars(module).items())
-        if value is original
-    )
+    _FUNCTIONS[mode] = make_function(from_torchvision(original), Recipe(mode))
+    _NOTICES.forget()
+    sites = sites_of(original, replacement, "torchvision")
     return Plan(sites, _KERNELS if mode == "fixed_point" else ())
 
 
@@ -180,46 +172,22 @@ def _replacement() -> Any:
         sampling_ratio: int = -1,
         aligned: bool = False,
     ) -> Any:
-        mode = _PATCH.mode
-        function = original
-        if mode != "off" and not _declined(input, roi_align):
-            function = truncdet.roi_align if mode == "fixed_point" else roi_align.truncated  # type: ignore[attr-defined]
+        reason = declined(input, boxes) if is_patched() else ""
+        if reason is not None:
+            _NOTICES.say(reason)
+            boxes = for_original(input, boxes)
+            return original(input, boxes, output_size, spatial_scale, sampling_ratio, aligned)
+        function = _FUNCTIONS[_PATCH.mode]
         return function(input, boxes, output_size, spatial_scale, sampling_ratio, aligned)
 
     def prepare_scriptable() -> Any:
-        _say_original("torch.jit.script", roi_align)
+        if is_patched():
+            _NOTICES.say("torch.jit.script")
         return original
 
     # torch.jit asks a function for this before it compiles it.
     roi_align.__prepare_scriptable__ = prepare_scriptable  # type: ignore[attr-defined]
     return roi_align
-
-
-def _declined(input: object, replacement: Any) -> bool:
-    """Whether this call is for the original, because it is of a kind we do not compute."""
-    reason = None
-    if isinstance(input, torch.fx.Proxy):
-        reason = "a symbolic trace (torch.fx)"
-    elif not isinstance(input, torch.Tensor) or input.is_quantized:
-        return True  # no gradient, hence nothing to make reproducible; or the original's error
-    elif _jit.is_tracing():
-        reason = "torch.jit.trace"
-    elif input.device.type not in ("cpu", "cuda", "meta"):
-        reason = f"device {input.device.type}"
-    if reason is not None:
-        _say_original(reason, replacement)
-    return reason is not None
-
-
-def _say_original(reason: str, replacement: Any) -> None:
-    if is_patched() and reason not in replacement.warned:
-        replacement.warned.add(reason)
-        warnings.warn(
-            f"{_ME}: {reason} uses torchvision's own roi_align; its gradient is reproducible "
-            "on CPU and CUDA while mode 'fixed_point' is in force, not otherwise",
-            RuntimeWarning,
-            stacklevel=4,
-        )
 
 
 _PATCH = Patch(_ME, "torchvision", TESTED, _plan)

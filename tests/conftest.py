@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from _frameworks import pytest_runtest_setup as pytest_runtest_setup  # the mark `framework`
 
 import truncdet
 

@@ -7,6 +7,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+import torchvision
 from click.testing import CliRunner
 
 import truncdet
@@ -45,6 +47,23 @@ def test_version_is_that_of_the_package() -> None:
 
 def test_status_prints_the_table() -> None:
     assert output("status").rstrip("\n") == str(truncdet.status())
+
+
+def test_status_can_show_what_enable_covers_and_leaves_nothing_patched() -> None:
+    with truncdet.deterministic():
+        expected = str(truncdet.status())
+    before = str(truncdet.status())
+    assert output("status", "--enable").rstrip("\n") == expected != before
+    assert str(truncdet.status()) == before
+
+
+def test_status_names_a_version_that_it_cannot_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRUNCDET_ALLOW_UNTESTED", raising=False)
+    monkeypatch.setattr(torchvision, "__version__", "0.99.0")
+    result = CliRunner().invoke(main, ["status", "--enable"])
+    assert result.exit_code == 2
+    assert "Error: truncdet status: truncdet.integrations.torchvision" in result.output
+    assert "Traceback" not in result.output
 
 
 def test_build_info_is_json() -> None:

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_BEHIND = shutil.ignore_patterns(
     ".git",
-    ".venv",
+    ".venv*",
     "build",
     "dist",
     "truncdet-demo",

@@ -7,6 +7,8 @@ import importlib.util
 import json
 import subprocess
 import sys
+import types
+from collections.abc import Callable
 
 import pytest
 from truncdet.integrations import torchvision as tv
@@ -47,20 +49,31 @@ def test_holes_are_listed() -> None:
     assert rows()["deform_conv2d backward"].covered_by == "not covered"
 
 
-def test_installed_frameworks_are_found_without_importing_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes exactly the named frameworks look installed, in the given modes, none of them real."""
     find = importlib.util.find_spec
 
-    def pretend(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
-        if name in ("mmcv", "nvdiffrast"):
-            return importlib.machinery.ModuleSpec(name, None)
-        return None if name == "detectron2" else find(name, package)
+    def install(*names: str, **modes: str) -> None:
+        def pretended(name: str, package: str | None = None) -> object:
+            if name in (*names, *modes):
+                return importlib.machinery.ModuleSpec(name, None)
+            return None if name in _status._PARTS else find(name, package)
 
-    monkeypatch.setattr(importlib.util, "find_spec", pretend)
-    found = [
-        row for row in truncdet.status().rows if row.framework not in ("truncdet", "torchvision")
-    ]
+        monkeypatch.setattr(importlib.util, "find_spec", pretended)
+        for name in _status._PARTS:
+            monkeypatch.delitem(sys.modules, name, raising=False)
+            ours = types.SimpleNamespace(mode=lambda name=name: modes.get(name, "off"))
+            monkeypatch.setitem(sys.modules, f"truncdet.integrations.{name}", ours)
+
+    return install
+
+
+def test_installed_frameworks_are_found_without_importing_them(
+    pretend: Callable[..., None],
+) -> None:
+    pretend("mmcv", "nvdiffrast")
+    found = [row for row in truncdet.status().rows if row.framework != "truncdet"]
     assert {row.framework for row in found} == {"mmcv", "nvdiffrast"}
     assert {row.covered_by for row in found} == {"not covered"}
     assert "mmcv" not in sys.modules
@@ -68,13 +81,48 @@ def test_installed_frameworks_are_found_without_importing_them(
 
 def test_an_absent_torchvision_has_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    assert {row.framework for row in truncdet.status().rows} <= {"truncdet", "mmcv", "detectron2"}
+    assert "torchvision" not in {row.framework for row in truncdet.status().rows}
+
+
+COVERED = {
+    "mmcv": {"RoIAlign, roi_align (avg and max)"},
+    "mmdet": {"RoI extractors: box, mask and keypoint heads", "mask targets"},
+    "detectron2": {
+        "ROIAlign, roi_align",
+        "ROIPooler: box, mask and keypoint heads",
+        "mask targets",
+    },
+}
+
+
+@pytest.mark.parametrize("framework", COVERED)
+@pytest.mark.parametrize(("mode", "tier"), [("fixed_point", "T1 T2 T3o T3c"), ("truncate", "T0")])
+def test_rows_of_the_other_frameworks_follow_their_patches(
+    framework: str, mode: str, tier: str, pretend: Callable[..., None]
+) -> None:
+    pretend(*COVERED, **{framework: mode})
+    rows = [row for row in truncdet.status().rows if row.framework == framework]
+    assert {row.operator for row in rows if row.mode == mode} == COVERED[framework]
+    assert {row.tier for row in rows if row.mode == mode} == {tier}
+    holes = [row for row in rows if row.mode == "off"]
+    assert holes and {row.covered_by for row in holes} == {"not covered"}
+    others = {row.covered_by for row in truncdet.status().rows if row.framework not in COVERED}
+    assert others == {"own kernel"}
+
+
+def test_a_patch_of_mmcv_alone_covers_mmdet_but_for_its_boxes(pretend: Callable[..., None]) -> None:
+    pretend("mmdet", mmcv="fixed_point")
+    row = next(row for row in truncdet.status().rows if row.framework == "mmdet")
+    assert (row.mode, row.covered_by) == (
+        "fixed_point",
+        "patch: mmcv; boxes rounded under autocast",
+    )
 
 
 def test_a_fresh_process_imports_no_framework() -> None:
     code = (
         "import sys, truncdet; truncdet.status();"
-        "print([m for m in ('torchvision', 'mmcv', 'detectron2') if m in sys.modules])"
+        "print([m for m in ('torchvision', 'mmcv', 'mmdet', 'detectron2') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -14,7 +14,7 @@ from truncdet.integrations import _patch
 from truncdet.integrations import torchvision as tv
 
 import truncdet
-from truncdet import _switch
+from truncdet import _frameworks, _switch
 
 
 def everything() -> dict[str, object]:
@@ -28,7 +28,7 @@ def everything() -> dict[str, object]:
         "fill": torch.utils.deterministic.fill_uninitialized_memory,
         "flag": torch.are_deterministic_algorithms_enabled(),
         "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
-        "torchvision": tv.mode(),
+        "modes": [_frameworks.mode_of(name) for name in _frameworks.FRAMEWORKS],
         "python": random.getstate(),
         "numpy": str(numpy.random.get_state()),
         "torch": torch.get_rng_state().tolist(),
@@ -289,7 +289,8 @@ def test_verbose_prints_the_table_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setitem(sys.modules, "rich", None)  # its import draws from `random`
+    for name in ("rich", "rich.console"):  # its import draws from `random`
+        monkeypatch.setitem(sys.modules, name, None)
     with truncdet.deterministic(verbose=True):
         pass
     assert capsys.readouterr().out.count("truncdet.scatter_add") == 1

@@ -20,3 +20,4 @@ from truncdet._switch import enable as enable
 from truncdet._truncate import truncate as truncate
 from truncdet._version import __version__ as __version__
 from truncdet._wrap import wrap as wrap
+from truncdet.integrations._convert import convert as convert

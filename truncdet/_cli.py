@@ -104,11 +104,27 @@ class _CannotUse(click.ClickException):
 
 
 @main.command()
-def status() -> None:
-    """Print what truncdet covers, and what it does not."""
+@click.option(
+    "--enable",
+    is_flag=True,
+    help="As under truncdet.enable(): import and patch every installed framework first.",
+)
+def status(enable: bool) -> None:
+    """Print what truncdet covers, and what it does not.
+
+    Nothing is patched in a process that has just started, so without --enable the table tells what
+    is installed.
+    """
     import truncdet
 
-    click.echo(truncdet.status())
+    if not enable:
+        click.echo(truncdet.status())
+        return
+    try:
+        with truncdet.deterministic() as table:
+            click.echo(table)
+    except truncdet.TruncdetError as error:
+        raise _CannotUse(f"truncdet status: {error}") from error
 
 
 @main.command("build-info")

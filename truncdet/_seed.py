@@ -58,24 +58,34 @@ def seed_all(seed: int) -> None:
 
 def saved_states() -> Callable[[], None]:
     """Returns a function that puts the present state of the same generators back."""
+    restore_host = saved_host_states()
+    cpu_seed = torch.initial_seed()
+    cuda: Any = torch.cuda
+    cuda_states = cuda.get_rng_state_all() if cuda.is_initialized() else None
+
+    def restore() -> None:
+        restore_host()
+        if cuda_states is not None:
+            torch.cuda.set_rng_state_all(cuda_states)
+        else:
+            # CUDA had no state yet, only a seed waiting for it: that of torch.manual_seed.
+            torch.cuda.manual_seed_all(cpu_seed)
+
+    return restore
+
+
+def saved_host_states() -> Callable[[], None]:
+    """As `saved_states`, without CUDA's generators."""
     python_state = random.getstate()
     numpy = _numpy()
     numpy_state = None if numpy is None else numpy.random.get_state()
     cpu_state = torch.get_rng_state()
-    cpu_seed = torch.initial_seed()
-    cuda: Any = torch.cuda
-    cuda_states = cuda.get_rng_state_all() if cuda.is_initialized() else None
 
     def restore() -> None:
         random.setstate(python_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
         torch.set_rng_state(cpu_state)
-        if cuda_states is not None:
-            torch.cuda.set_rng_state_all(cuda_states)
-        else:
-            # CUDA had no state yet, only a seed waiting for it: that of torch.manual_seed.
-            torch.cuda.manual_seed_all(cpu_seed)
 
     return restore
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from truncdet._frameworks import installed, mode_of
 
 _OWN = "T1 T2 T3o"
 _ROI_ALIGN = "T1 T2 T3o T3c"
 _NOT_COVERED = "not covered"
-# Frameworks whose kernels bypass the dispatcher; found without importing them.
-_KERNELS_ELSEWHERE = {
-    "mmcv": ("RoIAlign, RoIPool, DeformConv, MultiScaleDeformableAttention backward",),
-    "detectron2": ("ROIAlign", "ROIAlignRotated, DeformConv backward"),
-    "nvdiffrast": ("rasterize, interpolate, texture, antialias backward",),
-}
 
 
 @dataclass(frozen=True)
@@ -89,43 +83,70 @@ def status() -> Status:
         A `Status` with `rows` (operator, framework, tier, covered_by, mode), `notes`, `print()`
         and `as_dict()`; `covered_by` is 'not covered' where nothing holds.
     """
-    from truncdet._switch import notes
+    from truncdet._switch import failures, notes
 
     own = (
         Row("truncdet.roi_align", "truncdet", _ROI_ALIGN, "own kernel", "fixed_point"),
         Row("truncdet.scatter_add", "truncdet", _OWN, "own kernel", "fixed_point"),
         Row("truncdet.index_add", "truncdet", _OWN, "own kernel", "fixed_point"),
     )
-    return Status(own + _torchvision_rows() + _elsewhere_rows(), notes())
+    failed = failures()
+    rows = [row for name in _PARTS if installed(name) for row in _rows(name, failed.get(name))]
+    return Status(own + tuple(rows), notes())
 
 
-def _torchvision_rows() -> tuple[Row, ...]:
-    if not _installed("torchvision"):
-        return ()
-    integration = sys.modules.get("truncdet.integrations.torchvision")
-    mode = integration.mode() if integration is not None else "off"
-    tier, by = {
-        "fixed_point": (_ROI_ALIGN, "patch: truncdet.roi_align"),
-        "truncate": ("T0", "patch: truncdet.wrap"),
-        "off": ("-", _NOT_COVERED),
-    }[mode]
-    patched = ("RoIAlign, roi_align", "MultiScaleRoIAlign", "detection models: box and mask heads")
-    others = ("RoIPool", "PSRoIAlign, PSRoIPool", "deform_conv2d")
-    return tuple(Row(name, "torchvision", tier, by, mode) for name in patched) + tuple(
-        Row(f"{name} backward", "torchvision", "-", _NOT_COVERED, "off") for name in others
+_TIERS = {
+    "fixed_point": (_ROI_ALIGN, "patch: truncdet.roi_align"),
+    "truncate": ("T0", "patch: truncdet.wrap"),
+}
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A framework's operators: those that a patch covers, and those that nothing does."""
+
+    patched: tuple[str, ...]
+    holes: tuple[str, ...]
+
+
+_PARTS = {
+    "torchvision": _Parts(
+        ("RoIAlign, roi_align", "MultiScaleRoIAlign", "detection models: box and mask heads"),
+        (
+            "RoIPool backward",
+            "PSRoIAlign, PSRoIPool backward",
+            "deform_conv2d backward",
+        ),
+    ),
+    "mmcv": _Parts(
+        ("RoIAlign, roi_align (avg and max)",),
+        (
+            "RoIPool, RoIAlignRotated, PrRoIPool backward",
+            "DeformConv2d, ModulatedDeformConv2d backward",
+            "MultiScaleDeformableAttention backward",
+            "other operators with atomics, backward",
+        ),
+    ),
+    "mmdet": _Parts(
+        ("RoI extractors: box, mask and keypoint heads", "mask targets"),
+        ("SimpleRoIAlign, point_sample backward",),
+    ),
+    "detectron2": _Parts(
+        ("ROIAlign, roi_align", "ROIPooler: box, mask and keypoint heads", "mask targets"),
+        ("ROIAlignRotated backward", "DeformConv, ModulatedDeformConv backward"),
+    ),
+    "nvdiffrast": _Parts((), ("rasterize, interpolate, texture, antialias backward",)),
+}
+
+
+def _rows(framework: str, error: str | None) -> list[Row]:
+    parts, mode = _PARTS[framework], mode_of(framework)
+    tier, by = _TIERS.get(
+        mode, ("-", _NOT_COVERED if error is None else f"{_NOT_COVERED}: {error}")
     )
-
-
-def _elsewhere_rows() -> tuple[Row, ...]:
-    return tuple(
-        Row(operator, framework, "-", _NOT_COVERED, "off")
-        for framework, operators in _KERNELS_ELSEWHERE.items()
-        if _installed(framework)
-        for operator in operators
-    )
-
-
-def _installed(name: str) -> bool:
-    if name in sys.modules:
-        return sys.modules[name] is not None
-    return importlib.util.find_spec(name) is not None
+    if framework == "mmdet" and (mode, error) == ("off", None) and mode_of("mmcv") != "off":
+        mode = mode_of("mmcv")
+        tier, by = _TIERS[mode][0], "patch: mmcv; boxes rounded under autocast"
+    return [Row(name, framework, tier, by, mode) for name in parts.patched] + [
+        Row(name, framework, "-", _NOT_COVERED, "off") for name in parts.holes
+    ]

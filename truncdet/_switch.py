@@ -7,19 +7,15 @@ is the process's, as the flags are: threads must not open overlapping scopes.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from truncdet import _flags, _seed, _strict
+from truncdet import _flags, _frameworks, _seed, _strict
 from truncdet._errors import TruncdetError
 from truncdet._mode import check_mode
 from truncdet._status import Status, status
 
-# Frameworks that enable() patches if they are installed: package, our module.
-_INTEGRATIONS = (("torchvision", "truncdet.integrations.torchvision"),)
 _MODES = ("fixed_point", "truncate", "off")
 
 
@@ -27,6 +23,7 @@ class _Scope:
     def __init__(self) -> None:
         self.undo = ExitStack()
         self.notes: list[str] = []
+        self.failures: dict[str, str] = {}
         self.checker: _strict.StrictMode | None = None
 
 
@@ -40,6 +37,7 @@ def enable(
     seed: int | None = None,
     mode: str = "fixed_point",
     strict: bool | str = False,
+    frameworks: Sequence[str] | None = None,
     verbose: bool = False,
 ) -> Status:
     """Makes the program repeatable until `disable`; a second call replaces the first.
@@ -56,18 +54,22 @@ def enable(
             leaves their operators alone but still sets seeds and flags.
         strict: True raises when a CUDA operator runs, forward or backward, that is known to differ
             from run to run and is not covered; 'warn' warns once per operator.
+        frameworks: those to patch, of 'torchvision', 'mmcv', 'mmdet' and 'detectron2'; None for
+            all that are installed. Patching imports them; one that is installed but cannot be
+            imported is left, and the table says so.
         verbose: print the status table.
 
     Returns:
         The status table, notes included (`truncdet.status()` gives it again).
 
     Raises:
-        ValueError: for an unknown mode or level, or a seed outside [0, 2^63).
-        TypeError: for a seed that is not an integer.
+        ValueError: for an unknown mode or level, a seed outside [0, 2^63), or a framework that is
+            unknown or not installed.
+        TypeError: for a seed that is not an integer, or frameworks that are not a list of names.
         TruncdetError: if an installed framework's version is outside the tested range. After any
             exception nothing of this call is left, and an earlier `enable` has ended.
     """
-    arguments = _checked("enable", seed, mode, strict)
+    arguments = _checked("enable", seed, mode, strict, frameworks)
     with _lock:
         disable()
         _enabled.append(_open(*arguments))
@@ -114,6 +116,7 @@ def deterministic(
     seed: int | None = None,
     mode: str = "fixed_point",
     strict: bool | str = False,
+    frameworks: Sequence[str] | None = None,
     verbose: bool = False,
 ) -> Iterator[Status]:
     """As `enable`, for a `with` block or a decorated function; blocks nest.
@@ -135,6 +138,7 @@ def deterministic(
         seed: as for `enable`.
         mode: as for `enable`.
         strict: as for `enable`.
+        frameworks: as for `enable`.
         verbose: as for `enable`.
 
     Raises:
@@ -142,7 +146,7 @@ def deterministic(
         TypeError: as `enable`.
         TruncdetError: as `enable`.
     """
-    arguments = _checked("deterministic", seed, mode, strict)
+    arguments = _checked("deterministic", seed, mode, strict, frameworks)
     with _lock:
         scope = _open(*arguments)
     try:
@@ -157,9 +161,18 @@ def notes() -> tuple[str, ...]:
     return tuple(dict.fromkeys(note for scope in _stack for note in scope.notes))
 
 
+def failures() -> dict[str, str]:
+    """Returns the frameworks that open scopes could not import to patch them, and the errors."""
+    return {name: error for scope in _stack for name, error in scope.failures.items()}
+
+
 def _checked(
-    where: str, seed: int | None, mode: str, strict: bool | str
-) -> tuple[int | None, str, bool | str]:
+    where: str,
+    seed: int | None,
+    mode: str,
+    strict: bool | str,
+    frameworks: Sequence[str] | None,
+) -> tuple[int | None, str, bool | str, tuple[str, ...] | None]:
     if seed is not None:
         _seed.check_seed(seed, where)
     if mode == "snap":
@@ -167,7 +180,12 @@ def _checked(
             f"{where}: mode must not be 'snap' for a whole program: RoIAlign's contributions do "
             "not have weight one"
         )
-    return seed, check_mode(mode, where, _MODES), _strict.check_level(strict, where)
+    return (
+        seed,
+        check_mode(mode, where, _MODES),
+        _strict.check_level(strict, where),
+        _frameworks.check_frameworks(frameworks, where),
+    )
 
 
 def _told(verbose: bool) -> Status:
@@ -177,7 +195,9 @@ def _told(verbose: bool) -> Status:
     return table
 
 
-def _open(seed: int | None, mode: str, strict: bool | str) -> _Scope:
+def _open(
+    seed: int | None, mode: str, strict: bool | str, frameworks: tuple[str, ...] | None
+) -> _Scope:
     scope = _Scope()
     # If a step fails, the ones before it are undone by the exit of this block.
     with scope.undo as undo:
@@ -185,9 +205,11 @@ def _open(seed: int | None, mode: str, strict: bool | str) -> _Scope:
         note = _seed.hash_seed_note()
         if note is not None:
             scope.notes.append(note)
-        for package, module in _INTEGRATIONS:
-            if importlib.util.find_spec(package) is not None:
-                undo.enter_context(importlib.import_module(module).patched(mode))
+        scope.failures = _frameworks.enter_patches(undo, mode, frameworks)
+        scope.notes += [
+            f"{name} is installed, cannot be imported and is not covered: {error}"
+            for name, error in scope.failures.items()
+        ]
         if seed is not None:
             undo.callback(_seed.saved_states())
             _seed.seed_all(seed)

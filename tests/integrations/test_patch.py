@@ -6,11 +6,18 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from truncdet.integrations._patch import Kernel, Patch, Plan, Site, parse_version, untested_allowed
+from truncdet.integrations._patch import (
+    Kernel,
+    Patch,
+    Plan,
+    Site,
+    parse_version,
+    untested_allowed,
+)
 
 import truncdet
 
@@ -39,8 +46,8 @@ def plan(mode: str) -> Plan:
     return Plan((Site("somepackage", "f", f"f {mode}"), Site("somepackage", "g", f"g {mode}")))
 
 
-def make(how: object = plan) -> Patch:
-    return Patch("me", "somepackage", ((1, 2), (1, 10)), how)  # type: ignore[arg-type]
+def make(how: Callable[[str], Plan] = plan) -> Patch[str]:
+    return Patch("me", "somepackage", ((1, 2), (1, 10)), how)
 
 
 def names(package: types.ModuleType) -> tuple[object, object]:

@@ -401,7 +401,7 @@ def test_mask_rcnn_built_before_the_patch_trains_and_uses_it(mode: str, seen: li
         assert torch.allclose(ours[name], value, rtol=0.05, atol=5e-3), name
 
 
-def test_scripted_code_compiles_the_original_and_its_gradient_is_ours() -> None:
+def test_scripted_code_compiles_the_original_and_its_gradient_is_ours(fresh_jit: None) -> None:
     expected = gradient_of(truncdet.roi_align)
     with tv.patched():
         with pytest.warns(RuntimeWarning, match=r"torch\.jit\.script uses torchvision's own"):

@@ -1,0 +1,181 @@
+"""`convert`: the RoI layers of one model, in place; nothing outside the model changes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import torch
+from torch import nn
+from truncdet.integrations._conversion import Change, Left
+from truncdet.integrations._conversion import Conversion as Conversion
+from truncdet.integrations._layers import KINDS, Kind, kind_of, source_of
+from truncdet.integrations._patch import Patch, Plan
+from truncdet.integrations._precision import keep_rois
+from truncdet.integrations._roi import Recipe, recipe
+from truncdet.integrations._swap import NOTICES, Swap, make_swap, swap_of
+
+# Layers whose CUDA kernels add floats with atomics, by framework; found by class name.
+_HOLES = {
+    "torchvision": "RoIPool PSRoIAlign PSRoIPool DeformConv2d",
+    "mmcv": "RoIPool RoIAlignRotated RiRoIAlignRotated PrRoIPool DeformRoIPool SimpleRoIAlign "
+    "RoIAwarePool3d BorderAlign BezierAlign DeformConv2d ModulatedDeformConv2d "
+    "MultiScaleDeformableAttention CARAFENaive DynamicScatter",
+    "detectron2": "ROIAlignRotated DeformConv ModulatedDeformConv",
+}
+_EXTRACTOR = ("mmdet.models.roi_heads.roi_extractors.base_roi_extractor", "BaseRoIExtractor")
+
+
+def convert(
+    model: nn.Module,
+    mode: str = "fixed_point",
+    *,
+    literal: bool = False,
+    allow_untested: bool = False,
+) -> Conversion:
+    """Makes the RoI layers of one model reproducible, in place, whatever framework they are of.
+
+    Covers torchvision's RoIAlign and MultiScaleRoIAlign, mmcv's RoIAlign (and so mmdet's
+    extractors) and detectron2's ROIAlign (and so its poolers), in wrapped models too (DDP,
+    torch.compile). Checkpoints load both ways, copies and pickles stay converted, and coordinates
+    stay float32 under autocast. Nothing else in the process changes: use it for one model, and
+    `truncdet.enable` or an integration's `patch` for a whole program. Functions that a model calls
+    by name are not covered; the gradient of RoIAlign in detectors is in the layers.
+
+    Example:
+        >>> model = torch.nn.Sequential(torchvision.ops.RoIAlign(7, 0.25, 2))
+        >>> [change.name for change in truncdet.convert(model)]
+        ['0']
+        >>> len(truncdet.convert(model, "off"))
+        1
+
+    Args:
+        model: any module; a layer that occurs twice in it is converted once, at both places.
+        mode: 'fixed_point' (same bits always), 'truncate' (probable), or 'off', which makes every
+            layer what it was. Another mode switches.
+        literal: with 'truncate' only: features and rois through half to double, exactly the
+            published recipe, which moves large boxes; it warns.
+        allow_untested: convert layers of untested framework versions too; the environment variable
+            TRUNCDET_ALLOW_UNTESTED=1 says the same.
+
+    Returns:
+        A `Conversion`: what changed, which RoI layers were skipped and why, and which other layers
+        are known to vary from run to run and are not covered.
+
+    Raises:
+        TypeError: if model is not an nn.Module.
+        ValueError: for 'snap' and unknown modes, and for literal without 'truncate'.
+        TruncdetError: for framework versions outside the tested range; nothing is changed then.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert: model must be an nn.Module, got {type(model).__name__}")
+    found = _Findings(recipe(mode, literal, "convert"))
+    for name, module in model.named_modules():
+        found.look(name, module)
+    if mode != "off":
+        for framework in sorted({kind.framework for _, kind, _ in found.swaps}):
+            _check_version(framework, allow_untested)
+    return found.apply(model)
+
+
+class _Findings:
+    """A walk over a model: everything is found, and every new class made, before any change."""
+
+    def __init__(self, wanted: Recipe) -> None:
+        self.wanted = wanted
+        self.swaps: list[tuple[nn.Module, Kind, type]] = []
+        self.changed: list[Change] = []
+        self.skipped: list[Left] = []
+        self.not_covered: list[Left] = []
+
+    def look(self, name: str, module: nn.Module) -> None:
+        kind = kind_of(module)
+        if kind is not None:
+            self._look_at_layer(name, module, kind)
+        elif _is_hole(module):
+            self.not_covered.append(Left(name, "not covered", _class_name(type(module))))
+        elif _scripted_layer(module):
+            self.skipped.append(Left(name, "it is TorchScript", str(module.original_name)))
+
+    def _look_at_layer(self, name: str, layer: nn.Module, kind: Kind) -> None:
+        swap = swap_of(layer)
+        original = type(layer) if swap is None else swap.original
+        reason = _why_not(layer, original, kind)
+        if reason is not None:
+            self.skipped.append(Left(name, reason, _class_name(original)))
+            return
+        was = Recipe("off") if swap is None else swap.recipe
+        if was == self.wanted:
+            return
+        new = original
+        if self.wanted.mode != "off":
+            new = make_swap(original, kind.mixin, self.wanted, source_of(layer, kind)).converted
+        self.swaps.append((layer, kind, new))
+        self.changed.append(Change(name, _label(was), _label(self.wanted), _class_name(original)))
+
+    def apply(self, model: nn.Module) -> Conversion:
+        for layer, _, new in self.swaps:
+            layer.__class__ = new
+        if self.swaps:
+            NOTICES.forget()
+        precise = tuple(name for name, module in model.named_modules() if _keep_precision(module))
+        return Conversion(
+            tuple(self.changed), tuple(self.skipped), tuple(self.not_covered), precise
+        )
+
+
+def _why_not(layer: nn.Module, original: type, kind: Kind) -> str | None:
+    """Returns why a RoI layer cannot be converted: what runs would not be what we replace."""
+    if swap_of(layer) is None and isinstance(getattr(original, "_swap", None), Swap):
+        return "its class was changed after it was converted"
+    if "forward" in vars(layer):
+        return "the object has a forward of its own"
+    if original.forward is not kind.found().forward:  # type: ignore[attr-defined]
+        return "its class has a forward of its own"
+    return None
+
+
+def _is_hole(module: nn.Module) -> bool:
+    return any(
+        base.__name__ in _HOLES.get(base.__module__.split(".")[0], "").split()
+        for base in type(module).__mro__
+    )
+
+
+def _scripted_layer(module: nn.Module) -> bool:
+    names = {kind.name for kind in KINDS}
+    return isinstance(module, torch.jit.ScriptModule) and module.original_name in names
+
+
+def _keep_precision(module: nn.Module) -> bool:
+    """Brings the hook of an mmdet extractor in line with its layers; returns whether it has one.
+
+    Only where all layers are converted: any other kernel needs boxes of the features' type.
+    """
+    extractor = getattr(sys.modules.get(_EXTRACTOR[0]), _EXTRACTOR[1], None)
+    if extractor is None or not isinstance(module, extractor):
+        return False
+    layers = list(module.roi_layers.children())
+    wanted = bool(layers) and all(swap_of(layer) is not None for layer in layers)
+    # By value: a copied or unpickled extractor has the hook but nobody its handle.
+    present = [key for key, hook in module._forward_pre_hooks.items() if hook is keep_rois]
+    if wanted and not present:
+        module.register_forward_pre_hook(keep_rois, with_kwargs=True)
+    if not wanted:
+        for key in present:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    return wanted
+
+
+def _check_version(framework: str, allow_untested: bool) -> None:
+    tested = importlib.import_module(f"truncdet.integrations.{framework}").TESTED
+    Patch("truncdet.convert", framework, tested, lambda mode: Plan()).check_version(allow_untested)
+
+
+def _label(recipe: Recipe) -> str:
+    return f"{recipe.mode} (literal)" if recipe.literal else recipe.mode
+
+
+def _class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

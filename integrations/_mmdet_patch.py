@@ -1,0 +1,154 @@
+"""mmdet's patch: that of mmcv, whose operator it uses, and boxes that keep their precision.
+
+`SingleRoIExtractor.forward` casts the RoIs to the features' type, which under autocast rounds
+coordinates to half. The call of an extractor hands it boxes that such a cast leaves alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from truncdet.integrations import mmcv
+from truncdet.integrations._patch import Patch, Plan, Site
+from truncdet.integrations._precision import keep_rois
+from truncdet.integrations._roi import OFF, Recipe, recipe
+
+TESTED = ((3, 3), (3, 4))
+TESTED_MMENGINE = ((0, 10), (0, 11))
+
+_ME = "truncdet.integrations.mmdet"
+_BASE = "mmdet.models.roi_heads.roi_extractors.base_roi_extractor"
+_lock = threading.RLock()
+
+
+class _State:
+    """What puts mmcv back to what it was before the first patch; None while nothing is patched."""
+
+    mmcv: ExitStack | None = None
+
+
+def patch(
+    mode: str = "fixed_point", *, literal: bool = False, allow_untested: bool = False
+) -> None:
+    """Makes mmdet's RoIAlign reproducible until `unpatch`; another mode switches to it.
+
+    Models built before and after the patch, mask targets and code of yours that calls mmcv's
+    `roi_align` are all changed, since mmcv is patched as well.
+
+    Example:
+        >>> from truncdet.integrations import mmdet as mm
+        >>> mm.patch()
+        >>> mm.unpatch()
+        True
+
+    Args:
+        mode: 'fixed_point' (same bits always), 'truncate' (probable) or 'off' (the original).
+        literal: with 'truncate', the published recipe as it is written: RoIs in half too.
+        allow_untested: patch versions outside the tested ranges too; the environment variable
+            TRUNCDET_ALLOW_UNTESTED=1 says the same.
+
+    Raises:
+        ValueError: for 'snap' and unknown modes, and literal without 'truncate'.
+        TruncdetError: outside the tested range of mmdet, mmengine or mmcv; nothing is changed.
+    """
+    _apply(recipe(mode, literal, f"{_ME}.patch"), allow_untested)
+
+
+def unpatch() -> bool:
+    """Puts mmdet and mmcv back exactly as they were; returns False if mmdet was not patched.
+
+    Where mmcv had a patch of its own before, that one holds again.
+    """
+    with _lock:
+        was_patched = is_patched()
+        _apply(OFF, True)
+        return was_patched
+
+
+@contextmanager
+def patched(
+    mode: str = "fixed_point", *, literal: bool = False, allow_untested: bool = False
+) -> Iterator[None]:
+    """Patches within a `with` block; blocks nest, and each puts the mode before it back.
+
+    Example:
+        >>> from truncdet.integrations import mmdet as mm
+        >>> with mm.patched("truncate"):
+        ...     mm.mode()
+        'truncate'
+
+    Args:
+        mode: as for `patch`.
+        literal: as for `patch`.
+        allow_untested: as for `patch`.
+
+    Raises:
+        ValueError: as `patch`.
+        TruncdetError: as `patch`.
+    """
+    chosen = recipe(mode, literal, f"{_ME}.patched")
+    with _lock:
+        previous = _PATCH.mode
+        _apply(chosen, allow_untested)
+    try:
+        yield
+    finally:
+        _apply(previous, True)  # it was allowed when it was first applied
+
+
+def is_patched() -> bool:
+    """Returns whether a mode other than 'off' is in force."""
+    return _PATCH.mode != OFF
+
+
+def mode() -> str:
+    """Returns the mode in force: 'fixed_point', 'truncate' or 'off'."""
+    return _PATCH.mode.mode
+
+
+def _apply(chosen: Recipe, allow_untested: bool) -> None:
+    """Switches mmcv and mmdet to a recipe; after an exception both are as before."""
+    with _lock:
+        if chosen == _PATCH.mode:
+            return
+        if chosen == OFF:
+            restore, _State.mmcv = _State.mmcv, None
+            _PATCH.undo()
+            if restore is not None:
+                restore.close()
+            return
+        _MMENGINE.check_version(allow_untested)
+        with ExitStack() as undo:
+            if _State.mmcv is None:
+                undo.enter_context(mmcv._PATCH.scope(chosen, allow_untested=allow_untested))
+            else:
+                undo.callback(mmcv._PATCH.apply, _PATCH.mode, allow_untested=True)
+                mmcv._PATCH.apply(chosen, allow_untested=allow_untested)
+            _PATCH.apply(chosen, allow_untested=allow_untested)
+            # Of a switch there is nothing to keep: the first patch knows what was before it.
+            kept = undo.pop_all()
+        _State.mmcv = _State.mmcv or kept
+
+
+def _plan(chosen: Recipe) -> Plan:
+    return Plan((Site(_BASE, "BaseRoIExtractor.__call__", _precise_call()),))
+
+
+@functools.cache
+def _precise_call() -> Any:
+    base = vars(importlib.import_module(_BASE))["BaseRoIExtractor"]
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        args, kwargs = keep_rois(self, args, kwargs) or (args, kwargs)
+        return super(base, self).__call__(*args, **kwargs)
+
+    return __call__
+
+
+_PATCH = Patch(_ME, "mmdet", TESTED, _plan, off=OFF)
+_MMENGINE = Patch(_ME, "mmengine", TESTED_MMENGINE, lambda mode: Plan(), off=OFF)

@@ -1,0 +1,54 @@
+"""The status table as one run of mmdet sees it: its model's layers first, then what no layer is."""
+
+from __future__ import annotations
+
+from torch import nn
+from truncdet.integrations._convert import Conversion
+from truncdet.integrations._layers import swap_of
+from truncdet.integrations._roi import Recipe
+
+from truncdet._status import _NOT_COVERED, _PARTS, _TIERS, Row, Status
+
+_HERE = "this model"
+# What a patch would cover. Layers are known one by one here, and mask targets have no gradient.
+_PATCHED = {*_PARTS["mmcv"].patched, *_PARTS["mmdet"].patched}
+
+
+def table(model: nn.Module, conversion: Conversion, status: Status) -> Status:
+    """Returns the rows of one model and those of mmdet and mmcv that are not about layers."""
+    rows = _covered(model)
+    rows += [
+        Row(f"{left.name} ({left.layer}): {left.reason}", _HERE, "-", _NOT_COVERED, "off")
+        for left in conversion.skipped
+    ]
+    rows += [
+        Row(f"{left.name} ({left.layer})", _HERE, "-", _NOT_COVERED, "off")
+        for left in conversion.not_covered
+    ]
+    notes = status.notes if rows else (*status.notes, "the model has no RoI layer to swap")
+    rows += [
+        row
+        for row in status.rows
+        if row.framework in ("mmcv", "mmdet")
+        and not (row.operator in _PATCHED and row.covered_by == _NOT_COVERED)
+    ]
+    return Status(tuple(rows), notes)
+
+
+def _covered(model: nn.Module) -> list[Row]:
+    """One row for the layers with the same parent: an extractor has one for each level."""
+    count: dict[tuple[str, str, Recipe], int] = {}
+    for name, module in model.named_modules():
+        swap = swap_of(module)
+        if swap is not None:
+            key = (name.rpartition(".")[0], swap.original.__name__, swap.recipe)
+            count[key] = count.get(key, 0) + 1
+    return [_row(*key, number) for key, number in count.items()]
+
+
+def _row(parent: str, layer: str, recipe: Recipe, number: int) -> Row:
+    tier, by = _TIERS[recipe.mode]
+    mode = f"{recipe.mode} (literal)" if recipe.literal else recipe.mode
+    return Row(
+        f"{parent} ({number} {layer})", _HERE, tier, by.replace("patch:", "swapped in:"), mode
+    )

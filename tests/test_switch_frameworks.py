@@ -1,0 +1,161 @@
+"""Which frameworks the switch patches: installed ones, named ones, broken ones, none for 'off'."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from truncdet.integrations import torchvision as tv
+
+import truncdet
+from truncdet import _frameworks
+
+Make = Callable[[str], None]
+
+
+@pytest.fixture
+def mmcv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Installs an mmcv whose operators are the given code; the real one is back afterwards."""
+
+    def taken() -> dict[str, object]:
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if is_mmcv(name)}
+
+    def is_mmcv(name: str) -> bool:
+        return name.split(".")[0] == "mmcv"
+
+    def make(code: str) -> None:
+        ops = tmp_path / "mmcv" / "ops"
+        ops.mkdir(parents=True)
+        (tmp_path / "mmcv" / "__init__.py").write_text("__version__ = '2.1.0'")
+        (ops / "__init__.py").write_text(code)
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    real = taken()
+    yield make
+    taken()
+    sys.modules.update(real)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def untouched() -> Iterator[None]:
+    yield
+    while truncdet.disable():
+        pass
+    assert {_frameworks.mode_of(name) for name in _frameworks.FRAMEWORKS} == {"off"}
+
+
+BOTH = ("torchvision", "mmcv")
+ERRORS = {
+    "raise ImportError('no module\\n named mmcv._ext')": "ImportError: no module named mmcv._ext",
+    "assert False, 'mmcv is too old'": "AssertionError: mmcv is too old",
+    "import numpy; numpy.no_such_name": "AttributeError: module 'numpy' has no attribute",
+}
+
+
+@pytest.mark.parametrize("code", ERRORS)
+def test_one_that_cannot_be_imported_becomes_a_note_and_a_row(mmcv: Make, code: str) -> None:
+    mmcv(code)
+    with truncdet.deterministic(frameworks=BOTH) as table:
+        assert tv.mode() == "fixed_point"
+        row = next(row for row in table.rows if row.framework == "mmcv")
+        assert row.covered_by.startswith(f"not covered: {ERRORS[code]}")
+        assert (row.tier, row.mode) == ("-", "off")
+        (note,) = [note for note in table.notes if "mmcv" in note]
+        assert note.startswith(
+            f"mmcv is installed, cannot be imported and is not covered: {ERRORS[code]}"
+        )
+    row = next(row for row in truncdet.status().rows if row.framework == "mmcv")
+    assert row.covered_by == "not covered"
+
+
+def test_an_error_of_ours_is_not_taken_for_one_of_the_framework(
+    mmcv: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mmcv("")
+    monkeypatch.setitem(sys.modules, "truncdet.integrations.mmcv", None)
+    with pytest.raises(ImportError, match=r"truncdet\.integrations\.mmcv"):
+        truncdet.enable(frameworks=BOTH)
+    assert not tv.is_patched()
+
+
+def test_importing_a_framework_draws_nothing_that_the_program_sees(mmcv: Make) -> None:
+    mmcv("import random, numpy, torch; random.random(); numpy.random.rand(); torch.rand(1); 1 / 0")
+    states = random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()
+    with truncdet.deterministic(frameworks=BOTH) as table:
+        assert any("ZeroDivisionError" in note for note in table.notes)
+        found = random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()
+        assert found == states
+
+
+def test_only_named_frameworks_are_patched() -> None:
+    with truncdet.deterministic(frameworks=()):
+        assert not tv.is_patched()
+    with truncdet.deterministic(frameworks=["torchvision", "torchvision"]):
+        assert tv.is_patched()
+    truncdet.enable(frameworks=())
+    assert not tv.is_patched()
+
+
+def test_wrong_names_are_errors_that_list_the_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "torchvision, mmdet, mmcv, detectron2"
+    with pytest.raises(ValueError, match=f"enable: frameworks must be among {names}, got 'keras'"):
+        truncdet.enable(frameworks=("torchvision", "keras"))
+    with pytest.raises(TypeError, match="frameworks must be None or a list of names, got 'mmcv'"):
+        truncdet.enable(frameworks="mmcv")
+    with pytest.raises(TypeError, match="deterministic: frameworks must be None or a list"):
+        truncdet.deterministic(frameworks=3).__enter__()  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "detectron2", None)
+    with pytest.raises(ValueError, match="enable: frameworks must be installed, got 'detectron2'"):
+        truncdet.enable(frameworks=["detectron2"])
+    assert not tv.is_patched()
+
+
+def test_off_imports_nothing() -> None:
+    code = (
+        "import sys, truncdet; truncdet.enable(mode='off', seed=1); truncdet.disable();"
+        "print([m for m in ('torchvision', 'mmcv', 'mmdet', 'detectron2') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.framework("mmdet")
+@pytest.mark.framework("detectron2")
+def test_all_installed_ones_are_patched_and_each_block_puts_its_modes_back() -> None:
+    def modes() -> set[str]:
+        return {_frameworks.mode_of(name) for name in _frameworks.FRAMEWORKS}
+
+    with truncdet.deterministic(mode="truncate") as table:
+        assert modes() == {"truncate"}
+        covered = {row.framework for row in table.rows if row.covered_by == "patch: truncdet.wrap"}
+        assert covered == set(_frameworks.FRAMEWORKS)
+        for inside in ("off", "fixed_point", "off"):
+            with truncdet.deterministic(mode=inside):
+                assert modes() == {inside}
+                with truncdet.deterministic(mode="fixed_point"):
+                    assert modes() == {"fixed_point"}
+                assert modes() == {inside}
+            assert modes() == {"truncate"}
+    assert modes() == {"off"}
+
+
+@pytest.mark.framework("mmdet")
+@pytest.mark.parametrize("name", ["mmcv", "mmdet", "detectron2"])
+def test_an_untested_version_is_refused_and_nothing_stays(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRUNCDET_ALLOW_UNTESTED", raising=False)
+    module = __import__(name)
+    monkeypatch.setattr(module, "__version__", "99.0")
+    with pytest.raises(truncdet.TruncdetError, match=rf"{name} must be >= .*, the tested range"):
+        truncdet.enable()
+    assert not tv.is_patched()
+    monkeypatch.setenv("TRUNCDET_ALLOW_UNTESTED", "1")
+    truncdet.enable()
+    assert _frameworks.mode_of(name) == "fixed_point"

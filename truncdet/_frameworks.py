@@ -1,0 +1,102 @@
+"""The frameworks that the switch patches: which of them are installed, and entering their patches.
+
+What is not installed is never imported, and neither is anything for mode 'off'. What is installed
+but cannot be imported, such as mmcv without its operators, becomes a note and a row of the status
+table: the program may well not use it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+from truncdet._seed import saved_host_states
+
+# The module of each that must import for there to be something to patch. mmdet's patch holds a
+# patch of mmcv, so it comes before mmcv's own: with 'off' inside another mode, mmdet's would put
+# mmcv back to that other mode.
+_PROBES = {
+    "torchvision": "torchvision.ops",
+    "mmdet": "mmdet.models",
+    "mmcv": "mmcv.ops",
+    "detectron2": "detectron2.layers",
+}
+FRAMEWORKS = tuple(_PROBES)
+
+
+def installed(name: str) -> bool:
+    """Returns whether a top-level package can be found, without importing it."""
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    return importlib.util.find_spec(name) is not None
+
+
+def integration(name: str) -> Any:
+    """Returns our module for a framework if it has been imported, else None."""
+    return sys.modules.get(f"truncdet.integrations.{name}")
+
+
+def mode_of(name: str) -> str:
+    """Returns the mode in which a framework is patched; imports nothing."""
+    module = integration(name)
+    return "off" if module is None else str(module.mode())
+
+
+def check_frameworks(frameworks: Iterable[str] | None, where: str) -> tuple[str, ...] | None:
+    """Returns the names in the order of `FRAMEWORKS`; None, for all installed ones, stays None."""
+    if frameworks is None:
+        return None
+    if isinstance(frameworks, str) or not isinstance(frameworks, Iterable):
+        raise TypeError(f"{where}: frameworks must be None or a list of names, got {frameworks!r}")
+    names = tuple(frameworks)
+    for name in names:
+        if name not in FRAMEWORKS:
+            raise ValueError(
+                f"{where}: frameworks must be among {', '.join(FRAMEWORKS)}, got {name!r}"
+            )
+        if not installed(name):
+            raise ValueError(f"{where}: frameworks must be installed, got {name!r}, which is not")
+    return tuple(name for name in FRAMEWORKS if name in names)
+
+
+def enter_patches(undo: ExitStack, mode: str, names: tuple[str, ...] | None) -> dict[str, str]:
+    """Patches until `undo` unwinds; returns what could not be imported and why."""
+    failures = {}
+    for name in FRAMEWORKS if names is None else names:
+        if mode == "off":
+            module = integration(name)
+        elif names is not None or installed(name):
+            error = _import_error(_PROBES[name])
+            if error is not None:
+                failures[name] = error
+                continue
+            module = importlib.import_module(f"truncdet.integrations.{name}")
+        else:
+            module = None
+        if module is not None:
+            undo.enter_context(module.patched(mode))
+    return failures
+
+
+def _import_error(module: str) -> str | None:
+    """Imports a framework's module; returns the error in one line if it has one.
+
+    Any exception counts: frameworks raise AssertionError for the versions of each other, OSError
+    for a library that does not load, AttributeError where a newer NumPy has dropped a name.
+    """
+    if sys.modules.get(module) is not None:
+        return None
+    # Some frameworks draw from `random` while they are imported.
+    restore = saved_host_states()
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return f"{type(error).__name__}: {text}"
+    finally:
+        restore()
+    return None
