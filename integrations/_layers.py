@@ -65,7 +65,7 @@ class _MultiScale(Converted):
         _poolers: Any  # the module torchvision.ops.poolers
 
     @classmethod
-    def members(cls) -> dict[str, Any]:
+    def _members(cls) -> dict[str, Any]:
         return {"_poolers": sys.modules["torchvision.ops.poolers"]}
 
     def forward(self, x: Any, boxes: Any, image_shapes: Any) -> Any:

@@ -72,7 +72,7 @@ class Converted(_Convertible):
         _function: Function
 
     @classmethod
-    def members(cls) -> dict[str, Any]:
+    def _members(cls) -> dict[str, Any]:
         """Returns what else the class needs, once the framework is imported."""
         return {}
 
@@ -121,7 +121,7 @@ def make_swap(original: type, mixin: Any, recipe: Recipe, source: str) -> Swap:
     exporting.__module__, exporting.__qualname__ = original.__module__, original.__qualname__
     swap = Swap(original, mixin, recipe, source, converted, exporting)
     function = staticmethod(make_function(_original(source), recipe))
-    for name, value in {"_function": function, **mixin.members()}.items():
+    for name, value in {"_function": function, **mixin._members()}.items():
         setattr(converted, name, value)
     for cls in (converted, exporting):
         cls._swap = swap  # type: ignore[attr-defined]

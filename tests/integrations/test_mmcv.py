@@ -332,6 +332,20 @@ def test_the_surface() -> None:
     assert integration.unpatch() is False
 
 
+def test_a_failed_switch_goes_on_in_the_mode_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise KeyError
+
+    with integration.patched():
+        expected = run(WAYS["RoIAlign"])
+        monkeypatch.setattr(integration, "_apply", fail)
+        with pytest.raises(KeyError):
+            integration.patch("truncate")
+        assert integration.mode() == "fixed_point"
+        for way in WAYS.values():
+            assert_bitwise_equal(run(way), expected)
+
+
 def test_literal_and_not_are_two_modes() -> None:
     with integration.patched("truncate"):
         whole = run(WAYS["RoIAlign"])
