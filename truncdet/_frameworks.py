@@ -26,6 +26,8 @@ _PROBES = {
     "detectron2": "detectron2.layers",
 }
 FRAMEWORKS = tuple(_PROBES)
+# mmdet's public module also registers a config key and a hook, which nobody asked the switch for.
+_PATCHES = {"mmdet": "_mmdet_patch"}
 
 
 def installed(name: str) -> bool:
@@ -37,7 +39,11 @@ def installed(name: str) -> bool:
 
 def integration(name: str) -> Any:
     """Returns our module for a framework if it has been imported, else None."""
-    return sys.modules.get(f"truncdet.integrations.{name}")
+    return sys.modules.get(_module(name))
+
+
+def _module(name: str) -> str:
+    return f"truncdet.integrations.{_PATCHES.get(name, name)}"
 
 
 def mode_of(name: str) -> str:
@@ -74,7 +80,7 @@ def enter_patches(undo: ExitStack, mode: str, names: tuple[str, ...] | None) -> 
             if error is not None:
                 failures[name] = error
                 continue
-            module = importlib.import_module(f"truncdet.integrations.{name}")
+            module = importlib.import_module(_module(name))
         else:
             module = None
         if module is not None:

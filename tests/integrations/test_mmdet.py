@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -317,3 +318,21 @@ def test_patching_and_training_print_no_warning() -> None:
         warnings.simplefilter("error")
         with mm.patched():
             gradients(extractor())
+
+
+def test_the_switch_leaves_no_key_and_no_hook_registered() -> None:
+    # In a process of its own: this one has imported what registers them.
+    code = (
+        "import truncdet\n"
+        "from mmdet.models.roi_heads.roi_extractors import BaseRoIExtractor\n"
+        "from mmengine.registry import HOOKS\n"
+        "before = dict(vars(BaseRoIExtractor))\n"
+        "with truncdet.deterministic():\n"
+        "    assert vars(BaseRoIExtractor) != before\n"
+        "assert dict(vars(BaseRoIExtractor)) == before\n"
+        "assert HOOKS.get('TruncdetHook') is None\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
