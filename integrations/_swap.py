@@ -112,6 +112,14 @@ def swap_of(layer: object) -> Swap | None:
     return None
 
 
+_truncating: set[type] = set()
+
+
+def truncating() -> bool:
+    """Returns whether a layer has been converted to 'truncate' in this process."""
+    return bool(_truncating)
+
+
 @functools.cache
 def make_swap(original: type, mixin: Any, recipe: Recipe, source: str) -> Swap:
     """Returns the swap of a RoI layer's class, the same one for the same arguments."""
@@ -125,6 +133,8 @@ def make_swap(original: type, mixin: Any, recipe: Recipe, source: str) -> Swap:
         setattr(converted, name, value)
     for cls in (converted, exporting):
         cls._swap = swap  # type: ignore[attr-defined]
+    if recipe.mode == "truncate":
+        _truncating.add(converted)
     return swap
 
 

@@ -28,6 +28,9 @@ from truncdet.integrations._roi import (
     from_torchvision,
     make_function,
 )
+from truncdet.integrations._swap import truncating
+
+from truncdet._frameworks import FRAMEWORKS, mode_of
 
 TESTED = ((0, 26), (0, 30))
 BACKWARD_OP = "torchvision::_roi_align_backward"
@@ -104,11 +107,15 @@ def mode() -> str:
 def covers(op: str, grad_dtype: torch.dtype) -> bool:
     """Returns whether a call of this dispatcher operator repeats: used by the strict checker.
 
-    Under 'truncate' the original kernel runs, and only the wrapper calls it in double.
+    Under 'truncate' the original kernel runs, and only the wrapper calls it in double: the wrapper
+    of this patch, of another framework whose layers call torchvision, or of a converted layer.
     """
     if op != BACKWARD_OP:
         return False
-    return mode() == "fixed_point" or (mode() == "truncate" and grad_dtype == torch.float64)
+    if mode() == "fixed_point":
+        return True
+    patched_so = any(mode_of(name) == "truncate" for name in FRAMEWORKS)
+    return grad_dtype == torch.float64 and (patched_so or truncating())
 
 
 def _backward_kernel(

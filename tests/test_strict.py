@@ -5,6 +5,8 @@ No GPU is needed to see it fail: its list of devices is told to contain the CPU.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 
@@ -220,6 +222,27 @@ def test_the_torchvision_patch_covers_its_kernel() -> None:
         call()
     with tv.patched("truncate"), StrictMode(True, devices=("cpu",)):
         ops.roi_align(leaf(1, 1, 8, 8), BOXES, 2).sum().backward()
+
+
+def test_a_layer_converted_to_truncate_runs_covered_in_double() -> None:
+    # In a process of its own: such a layer covers the double kernel from then on.
+    code = (
+        "import torch, truncdet\n"
+        "from torchvision.ops import RoIAlign\n"
+        "from truncdet._strict import StrictMode\n"
+        "box = torch.tensor([[0.0, 1.0, 1.0, 5.0, 5.0]])\n"
+        "x = torch.rand(1, 1, 8, 8, requires_grad=True)\n"
+        "model = torch.nn.ModuleList([RoIAlign(2, 1.0, 2), RoIAlign(2, 1.0, 2)])\n"
+        "truncdet.convert(model[:1], 'truncate')\n"
+        "with StrictMode(True, devices=('cpu',)):\n"
+        "    model[0](x, box).sum().backward()\n"
+        "    try:\n"
+        "        model[1](x, box).sum().backward()\n"
+        "    except truncdet.TruncdetError:\n"
+        "        print('raised')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.returncode) == ("raised\n", 0), done.stderr
 
 
 def test_the_switch_enters_and_leaves_the_checker(monkeypatch: pytest.MonkeyPatch) -> None:
