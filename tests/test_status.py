@@ -15,6 +15,7 @@ from truncdet.integrations import torchvision as tv
 
 import truncdet
 from truncdet import _status
+from truncdet._frameworks import integration_name
 
 OWN = ("truncdet.roi_align", "truncdet.scatter_add", "truncdet.index_add")
 PATCHED = ("RoIAlign, roi_align", "MultiScaleRoIAlign", "detection models: box and mask heads")
@@ -64,7 +65,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         for name in _status._PARTS:
             monkeypatch.delitem(sys.modules, name, raising=False)
             ours = types.SimpleNamespace(mode=lambda name=name: modes.get(name, "off"))
-            monkeypatch.setitem(sys.modules, f"truncdet.integrations.{name}", ours)
+            monkeypatch.setitem(sys.modules, integration_name(name), ours)
 
     return install
 

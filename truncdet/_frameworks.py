@@ -39,10 +39,11 @@ def installed(name: str) -> bool:
 
 def integration(name: str) -> Any:
     """Returns our module for a framework if it has been imported, else None."""
-    return sys.modules.get(_module(name))
+    return sys.modules.get(integration_name(name))
 
 
-def _module(name: str) -> str:
+def integration_name(name: str) -> str:
+    """Returns the name of the module that patches a framework."""
     return f"truncdet.integrations.{_PATCHES.get(name, name)}"
 
 
@@ -80,7 +81,7 @@ def enter_patches(undo: ExitStack, mode: str, names: tuple[str, ...] | None) -> 
             if error is not None:
                 failures[name] = error
                 continue
-            module = importlib.import_module(_module(name))
+            module = importlib.import_module(integration_name(name))
         else:
             module = None
         if module is not None:
