@@ -79,6 +79,22 @@ def scatter_times(result: Result) -> str:
     return table((*header, "truncdet / atomics", "bits repeat"), rows)
 
 
+def resample_times(result: Result) -> str:
+    """Backward of interpolate and the adaptive pools in milliseconds."""
+    rows = []
+    for row in result.get("resample", []):
+        sides = ("native", "deterministic", "truncdet")
+        bits = " / ".join(_yes(row[f"{side}_bits_equal"]) for side in sides)
+        times = [_number(row[f"{side}_ms"], 3) for side in sides]
+        peaks = (row[f"{side}_peak_bytes"] for side in ("native", "truncdet"))
+        errors = (row["errors"][side]["max"] for side in ("native", "truncdet"))
+        cells = [row["operator"], row["shape"], *times, _number(row["ratio"], 2)]
+        rows.append([*cells, " / ".join(map(_mib, peaks)), " / ".join(map(_error, errors)), bits])
+    header = ("backward, float32", "input to output", "atomics, ms", "deterministic switch, ms")
+    tail = ("peak, MiB", "error, max", "bits repeat")
+    return table((*header, "truncdet, ms", "truncdet / atomics", *tail), rows)
+
+
 def train_step(result: Result) -> str:
     """A training step of Mask R-CNN, plain and patched."""
     return _trainings("precision", result)
@@ -151,6 +167,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "overhead": ("overhead", overhead_times),
     "overhead_details": ("overhead", overhead_details),
     "scatter": ("overhead", scatter_times),
+    "resample": ("overhead", resample_times),
     "train_step": ("train_step", train_step),
     "frameworks": ("frameworks", frameworks),
 }

@@ -21,7 +21,9 @@ import _measure as measure
 import torch
 from _checks import Check, at_most, conclude, holds
 from _environment import RESULTS, describe, pick_device, write_result
-from _render import overhead_details, overhead_times, scatter_times
+from _render import overhead_details, overhead_times, resample_times, scatter_times
+from _resample_section import CASES as RESAMPLE_CASES
+from _resample_section import check_resample, measure_resample
 from _roi_cases import CASES, FORWARD_LIMIT, Calls, Case
 from _scatter_section import CASES as SCATTER_CASES
 from _scatter_section import check_scatter, measure_scatter
@@ -115,8 +117,14 @@ def main(arguments: Sequence[str]) -> int:
         measured = measure_scatter(scatter.tiny() if tiny else scatter, device, repeats)
         result["scatter"].append(measured)
         checks += check_scatter(measured)
+    result["resample"] = []
+    for resample in RESAMPLE_CASES:
+        measured = measure_resample(resample.tiny() if tiny else resample, device, repeats)
+        result["resample"].append(measured)
+        checks += check_resample(measured, with_limits)
+        print(f"measured {resample.operator}", file=sys.stderr, flush=True)
     result["checks"] = checks
-    for table in (overhead_times, overhead_details, scatter_times):
+    for table in (overhead_times, overhead_details, scatter_times, resample_times):
         print(table(result), end="\n\n")
     folder = options.out or (None if tiny else RESULTS)
     if folder is not None:

@@ -2,10 +2,20 @@
 
 from truncdet import fixedpoint as fixedpoint
 from truncdet import testing as testing
+from truncdet._adaptive_avg_pool import AdaptiveAvgPool1d as AdaptiveAvgPool1d
+from truncdet._adaptive_avg_pool import AdaptiveAvgPool2d as AdaptiveAvgPool2d
+from truncdet._adaptive_avg_pool import AdaptiveAvgPool3d as AdaptiveAvgPool3d
+from truncdet._adaptive_avg_pool import adaptive_avg_pool1d as adaptive_avg_pool1d
+from truncdet._adaptive_avg_pool import adaptive_avg_pool2d as adaptive_avg_pool2d
+from truncdet._adaptive_avg_pool import adaptive_avg_pool3d as adaptive_avg_pool3d
+from truncdet._adaptive_max_pool import AdaptiveMaxPool2d as AdaptiveMaxPool2d
+from truncdet._adaptive_max_pool import adaptive_max_pool2d as adaptive_max_pool2d
 from truncdet._build import build_info as build_info
 from truncdet._digest import Digest as Digest
 from truncdet._digest import digest as digest
 from truncdet._errors import TruncdetError as TruncdetError
+from truncdet._interpolate import Upsample as Upsample
+from truncdet._interpolate import interpolate as interpolate
 from truncdet._roi_align import RoIAlign as RoIAlign
 from truncdet._roi_align import roi_align as roi_align
 from truncdet._scatter import index_add as index_add
