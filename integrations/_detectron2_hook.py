@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from truncdet.integrations._roi import checked
 
 import truncdet
 from truncdet import _seed, _strict
+from truncdet._switch import Hold
 
 # detectron2 sends its own loggers to the screen and to log.txt; this one is their child.
 _logger = logging.getLogger("detectron2.truncdet")
@@ -66,7 +66,7 @@ class TruncdetHook(HookBase):  # type: ignore[misc]
         self.literal, self.verbose = literal, verbose
         self.seed = None if seed is None else _seed.check_seed(seed, where)
         check_literal(literal, mode, where)
-        self._undo: ExitStack | None = None
+        self._scope: Hold | None = None
 
     def before_train(self) -> None:
         """Opens the scope; after an exception nothing of it is left."""
@@ -74,25 +74,24 @@ class TruncdetHook(HookBase):  # type: ignore[misc]
         if self.mode == "off":
             return
         seed, notes = self._seeding()
-        with ExitStack() as undo:
-            table = undo.enter_context(
-                truncdet.deterministic(
-                    seed=seed, mode=self.mode, strict=self.strict, frameworks=_PARTS
-                )
-            )
+        self._scope = Hold(seed=seed, mode=self.mode, strict=self.strict, frameworks=_PARTS)
+        try:
             if self.literal:
-                undo.enter_context(patch_module.patched(self.mode, literal=True))
+                self._scope.enter(patch_module.patched(self.mode, literal=True))
             if self.verbose and comm.is_main_process():
-                _logger.info("%s", "\n".join([str(table), *(f"note: {note}" for note in notes)]))
-            self._undo = undo.pop_all()
+                lines = [str(truncdet.status()), *(f"note: {note}" for note in notes)]
+                _logger.info("%s", "\n".join(lines))
+        except BaseException:
+            self.after_train()
+            raise
         if self.trainer is not None:
             self._end_whatever_happens(self.trainer)
 
     def after_train(self) -> None:
         """Undoes what `before_train` did; a second call does nothing."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo.close()
+        scope, self._scope = self._scope, None
+        if scope is not None:
+            scope.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint records: plain values, so that `weights_only` loads them."""

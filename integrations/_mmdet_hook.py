@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from typing import Any
 
 from mmengine.hooks import Hook
@@ -14,6 +13,7 @@ from truncdet.integrations._mmdet_table import table
 
 import truncdet
 from truncdet import _strict
+from truncdet._switch import Hold
 
 _WHO = "TruncdetHook"
 _KEYS = ("mode", "strict", "literal", "verbose")
@@ -64,7 +64,7 @@ class TruncdetHook(Hook):  # type: ignore[misc]
         self.mode, self.literal = check_recipe(mode, literal, _WHO)
         self.strict = _strict.check_level(strict, _WHO)
         self.verbose = verbose
-        self._undo: ExitStack | None = None
+        self._scope: Hold | None = None
 
     def before_run(self, runner: Any) -> None:
         """Swaps the layers and opens the scope; after an exception the scope is closed again."""
@@ -74,17 +74,18 @@ class TruncdetHook(Hook):  # type: ignore[misc]
         model = runner.model
         while is_model_wrapper(model):
             model = model.module
-        with ExitStack() as undo:
-            # Frameworks stay as they are: this is about one model.
-            status = undo.enter_context(
-                truncdet.deterministic(mode=self.mode, strict=self.strict, frameworks=())
-            )
-            _seed_hashes(runner.seed, undo)
+        # Frameworks stay as they are: this is about one model.
+        self._scope = Hold(mode=self.mode, strict=self.strict, frameworks=())
+        try:
+            _seed_hashes(runner.seed, self._scope)
             conversion = convert(model, self.mode, literal=self.literal)
             if self.verbose:
                 notes = "".join(f"\nnote: {note}" for note in _seed_notes(runner))
-                runner.logger.info(f"truncdet:\n{table(model, conversion, status)}{notes}")
-            self._undo = undo.pop_all()
+                text = table(model, conversion, truncdet.status())
+                runner.logger.info(f"truncdet:\n{text}{notes}")
+        except BaseException:
+            self.close()
+            raise
 
     def after_run(self, runner: Any) -> None:
         """Puts switches and environment back."""
@@ -92,9 +93,9 @@ class TruncdetHook(Hook):  # type: ignore[misc]
 
     def close(self) -> None:
         """Does what `after_run` does, for a run that an exception ended; twice does no harm."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo.close()
+        scope, self._scope = self._scope, None
+        if scope is not None:
+            scope.close()
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Records version, mode, literal and strict: plain values, which any loader reads."""
@@ -120,7 +121,7 @@ class TruncdetHook(Hook):  # type: ignore[misc]
         return {"mode": self.mode, "literal": self.literal, "strict": self.strict}
 
 
-def _seed_hashes(seed: int, undo: ExitStack) -> None:
+def _seed_hashes(seed: int, scope: Hold) -> None:
     """Fixes the order of sets in spawned workers; in this process and forked ones it is too late.
 
     mmengine's `randomness` seeds everything else: Python, NumPy and torch, workers included.
@@ -130,9 +131,9 @@ def _seed_hashes(seed: int, undo: ExitStack) -> None:
         return
     os.environ[_HASH_SEED] = str(seed % 2**32)
     if found is None:
-        undo.callback(os.environ.pop, _HASH_SEED, None)
+        scope.callback(os.environ.pop, _HASH_SEED, None)
     else:
-        undo.callback(os.environ.__setitem__, _HASH_SEED, found)
+        scope.callback(os.environ.__setitem__, _HASH_SEED, found)
 
 
 def _seed_notes(runner: Any) -> list[str]:

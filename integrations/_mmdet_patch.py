@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,14 +21,8 @@ TESTED = ((3, 3), (3, 4))
 TESTED_MMENGINE = ((0, 10), (0, 11))
 
 _ME = "truncdet.integrations.mmdet"
+_OWNER = "mmdet"
 _BASE = "mmdet.models.roi_heads.roi_extractors.base_roi_extractor"
-_lock = threading.RLock()
-
-
-class _State:
-    """What puts mmcv back to what it was before the first patch; None while nothing is patched."""
-
-    mmcv: ExitStack | None = None
 
 
 def patch(
@@ -56,17 +49,30 @@ def patch(
         ValueError: for 'snap' and unknown modes, and literal without 'truncate'.
         TruncdetError: outside the tested range of mmdet, mmengine or mmcv; nothing is changed.
     """
-    _apply(recipe(mode, literal, f"{_ME}.patch"), allow_untested)
+    chosen = recipe(mode, literal, f"{_ME}.patch")
+    if chosen == OFF:
+        unpatch()
+        return
+    _MMENGINE.check_version(allow_untested)
+    with mmcv.CLAIMS.lock:
+        before = mmcv.CLAIMS.of(_OWNER)
+        mmcv.CLAIMS.set(_OWNER, chosen, allow_untested=allow_untested)
+        try:
+            _PATCH.apply(chosen, allow_untested=allow_untested)
+        except BaseException:
+            mmcv.CLAIMS.set(_OWNER, before, allow_untested=True)
+            raise
 
 
 def unpatch() -> bool:
     """Puts mmdet and mmcv back exactly as they were; returns False if mmdet was not patched.
 
-    Where mmcv had a patch of its own before, that one holds again.
+    Where mmcv has a patch of its own, that one holds again.
     """
-    with _lock:
+    with mmcv.CLAIMS.lock:
         was_patched = is_patched()
-        _apply(OFF, True)
+        _PATCH.undo()
+        mmcv.CLAIMS.set(_OWNER, OFF)
         return was_patched
 
 
@@ -92,13 +98,13 @@ def patched(
         TruncdetError: as `patch`.
     """
     chosen = recipe(mode, literal, f"{_ME}.patched")
-    with _lock:
-        previous = _PATCH.mode
-        _apply(chosen, allow_untested)
-    try:
+    if chosen != OFF:
+        _MMENGINE.check_version(allow_untested)
+    with ExitStack() as undo:
+        if chosen != OFF or mmcv.is_patched():  # with 'off' mmcv need not even be imported
+            undo.enter_context(mmcv.CLAIMS.scope(_OWNER, chosen, allow_untested=allow_untested))
+        undo.enter_context(_PATCH.scope(chosen, allow_untested=allow_untested))
         yield
-    finally:
-        _apply(previous, True)  # it was allowed when it was first applied
 
 
 def is_patched() -> bool:
@@ -107,32 +113,8 @@ def is_patched() -> bool:
 
 
 def mode() -> str:
-    """Returns the mode in force: 'fixed_point', 'truncate' or 'off'."""
-    return _PATCH.mode.mode
-
-
-def _apply(chosen: Recipe, allow_untested: bool) -> None:
-    """Switches mmcv and mmdet to a recipe; after an exception both are as before."""
-    with _lock:
-        if chosen == _PATCH.mode:
-            return
-        if chosen == OFF:
-            restore, _State.mmcv = _State.mmcv, None
-            _PATCH.undo()
-            if restore is not None:
-                restore.close()
-            return
-        _MMENGINE.check_version(allow_untested)
-        with ExitStack() as undo:
-            if _State.mmcv is None:
-                undo.enter_context(mmcv._PATCH.scope(chosen, allow_untested=allow_untested))
-            else:
-                undo.callback(mmcv._PATCH.apply, _PATCH.mode, allow_untested=True)
-                mmcv._PATCH.apply(chosen, allow_untested=allow_untested)
-            _PATCH.apply(chosen, allow_untested=allow_untested)
-            # Of a switch there is nothing to keep: the first patch knows what was before it.
-            kept = undo.pop_all()
-        _State.mmcv = _State.mmcv or kept
+    """Returns the mode in force, which is that of mmcv: 'fixed_point', 'truncate' or 'off'."""
+    return mmcv.mode() if is_patched() else "off"
 
 
 def _plan(chosen: Recipe) -> Plan:

@@ -71,7 +71,7 @@ class Patch(Generic[Mode]):
         self.off = self.mode = off
         self._plan = plan
         self._applied = Applied()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     def version(self) -> str:
         """Returns the version of the package, imported if it is not yet."""
@@ -93,7 +93,7 @@ class Patch(Generic[Mode]):
 
     def apply(self, mode: Mode, *, allow_untested: bool = False) -> None:
         """Switches to `mode`: all of its changes or, after an exception, the previous mode's."""
-        with self._lock:
+        with self.lock:
             if mode == self.mode:
                 return
             if mode != self.off:
@@ -124,7 +124,7 @@ class Patch(Generic[Mode]):
 
     def undo(self) -> bool:
         """Puts everything back; returns False if nothing was patched."""
-        with self._lock:
+        with self.lock:
             if self.mode == self.off:
                 return False
             self.apply(self.off)
@@ -133,7 +133,7 @@ class Patch(Generic[Mode]):
     @contextmanager
     def scope(self, mode: Mode, *, allow_untested: bool = False) -> Iterator[None]:
         """Patches within a block; afterwards the mode before it holds again."""
-        with self._lock:
+        with self.lock:
             previous = self.mode
             self.apply(mode, allow_untested=allow_untested)
         try:

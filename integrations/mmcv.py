@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from truncdet.integrations._claims import Claims
 from truncdet.integrations._patch import Patch, Plan, Site, sites_of
 from truncdet.integrations._roi import (
     OFF,
@@ -63,18 +64,23 @@ def patch(
         ValueError: for 'snap', for unknown modes, and for `literal` in another mode.
         TruncdetError: outside the tested range; nothing is changed then.
     """
-    _PATCH.apply(recipe(mode, literal, f"{_ME}.patch"), allow_untested=allow_untested)
+    chosen = recipe(mode, literal, f"{_ME}.patch")
+    CLAIMS.set("mmcv", chosen, allow_untested=allow_untested)
 
 
 def unpatch() -> bool:
-    """Puts mmcv back exactly as it was; returns False if it was not patched.
+    """Puts mmcv back exactly as it was; returns False if it was not patched from here.
+
+    While mmdet is patched mmcv stays so: mmdet's layers are mmcv's.
 
     Example:
         >>> import truncdet.integrations.mmcv
         >>> truncdet.integrations.mmcv.unpatch()
         False
     """
-    return _PATCH.undo()
+    held = CLAIMS.of("mmcv") != OFF
+    CLAIMS.set("mmcv", OFF)
+    return held
 
 
 @contextmanager
@@ -99,7 +105,7 @@ def patched(
         TruncdetError: as `patch`.
     """
     chosen = recipe(mode, literal, f"{_ME}.patched")
-    with _PATCH.scope(chosen, allow_untested=allow_untested):
+    with CLAIMS.scope("mmcv", chosen, allow_untested=allow_untested):
         yield
 
 
@@ -197,3 +203,4 @@ def _torchvision(*arguments: Any) -> Any:
 
 
 _PATCH = Patch(_ME, "mmcv", TESTED, _plan, off=OFF)
+CLAIMS = Claims(_PATCH)

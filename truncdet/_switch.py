@@ -8,8 +8,9 @@ is the process's, as the flags are: threads must not open overlapping scopes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 from truncdet import _flags, _frameworks, _seed, _strict
 from truncdet._errors import TruncdetError
@@ -156,6 +157,50 @@ def deterministic(
             _close(scope)
 
 
+class Hold:
+    """A scope for hooks of trainers, which may never be told that their run has ended.
+
+    It ends by `close` alone, not when it is garbage, and takes nothing with it that was opened
+    after it: scopes above it keep what holds for them, and put this one's state back at their end.
+
+    Args:
+        seed: as for `enable`.
+        mode: as for `enable`.
+        strict: as for `enable`.
+        frameworks: as for `enable`.
+
+    Raises:
+        ValueError: as `enable`.
+        TypeError: as `enable`.
+        TruncdetError: as `enable`.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int | None = None,
+        mode: str = "fixed_point",
+        strict: bool | str = False,
+        frameworks: Sequence[str] | None = None,
+    ) -> None:
+        arguments = _checked("deterministic", seed, mode, strict, frameworks)
+        with _lock:
+            self._scope = _open(*arguments)
+
+    def enter(self, context: AbstractContextManager[Any]) -> None:
+        """Enters a context that lasts as long as this scope."""
+        self._scope.undo.enter_context(context)
+
+    def callback(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Has a function called at the end."""
+        self._scope.undo.callback(function, *arguments)
+
+    def close(self) -> None:
+        """Ends the scope; a second call does nothing."""
+        with _lock:
+            _release(self._scope)
+
+
 def notes() -> tuple[str, ...]:
     """Returns what the open scopes have to say, each sentence once."""
     return tuple(dict.fromkeys(note for scope in _stack for note in scope.notes))
@@ -236,3 +281,16 @@ def _close(scope: _Scope) -> None:
     with ExitStack() as closing:
         for top in reversed(inner_first):
             closing.push(top.undo)
+
+
+def _release(scope: _Scope) -> None:
+    """Closes a scope; if others were opened inside it, the next one inherits what is to undo."""
+    if scope not in _stack or _stack[-1] is scope:
+        _close(scope)
+        return
+    above = _stack[_stack.index(scope) + 1]
+    with ExitStack() as undo:
+        undo.push(scope.undo)
+        undo.push(above.undo)
+        above.undo = undo.pop_all()
+    _stack.remove(scope)
