@@ -114,7 +114,8 @@ def main(arguments: Sequence[str]) -> int:
     for scatter in SCATTER_CASES:
         measured = measure_scatter(scatter.tiny() if tiny else scatter, device, repeats)
         result["scatter"].append(measured)
-        checks += check_scatter(measured)
+        checks += check_scatter(measured, with_limits)
+        print(f"measured {measured['operator']}, {measured['rows']}", file=sys.stderr, flush=True)
     result["checks"] = checks
     for table in (overhead_times, overhead_details, scatter_times):
         print(table(result), end="\n\n")
