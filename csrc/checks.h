@@ -44,6 +44,11 @@ namespace truncdet {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// The type in which sums of a storage type are formed.
+inline ScalarType compute_type(ScalarType type) {
+  return type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
 // Tensor::data_ptr is typed by torch's own scalar types; storage types of ours go through void.
 template <class T>
 const T* const_data(const Tensor& tensor) {

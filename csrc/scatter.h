@@ -1,6 +1,7 @@
 // The primitive behind scatter_add and index_add, shared by the CPU and the CUDA host functions:
 //   out[o, index[o, k, i], i] = input[o, index[o, k, i], i] + sum of src[o, k, i] over such k.
-// The Python layer brings every call to these three dimensions.
+// The Python layer brings every call to these three dimensions. `operator` is the bit of the
+// operator to blame for an index out of range; 0 where such indices are meant to be left out.
 #pragma once
 
 #include "accumulate.h"
@@ -22,8 +23,9 @@ inline ScatterShape scatter_shape(const Tensor& input, const Tensor& index, cons
   TRUNCDET_CHECK(input.dim() == 3 && index.dim() == 3 && src.dim() == 3,
                  "_accumulate: input, index and src must have 3 dimensions");
   TRUNCDET_CHECK(index.scalar_type() == ScalarType::Long, "_accumulate: index must be int64");
-  TRUNCDET_CHECK(src.scalar_type() == input.scalar_type(),
-                 "_accumulate: src must have input's dtype");
+  TRUNCDET_CHECK(src.scalar_type() == input.scalar_type() ||
+                     compute_type(src.scalar_type()) == input.scalar_type(),
+                 "_accumulate: src must have input's dtype, or one that is computed in it");
   for (const Tensor* other : {&index, &src}) {
     TRUNCDET_CHECK(other->is_cuda() == input.is_cuda() &&
                        other->get_device_index() == input.get_device_index(),

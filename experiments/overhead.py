@@ -116,7 +116,8 @@ def main(arguments: Sequence[str]) -> int:
     for scatter in SCATTER_CASES:
         measured = measure_scatter(scatter.tiny() if tiny else scatter, device, repeats)
         result["scatter"].append(measured)
-        checks += check_scatter(measured)
+        checks += check_scatter(measured, with_limits)
+        print(f"measured {measured['operator']}, {measured['rows']}", file=sys.stderr, flush=True)
     result["resample"] = []
     for resample in RESAMPLE_CASES:
         measured = measure_resample(resample.tiny() if tiny else resample, device, repeats)

@@ -4,6 +4,7 @@ Inputs are written formulas (see roi_cases), so a digest changes only where the 
 """
 
 import digest_cases_resample
+import digest_cases_scatter
 import torch
 from exact_arithmetic import FLOATS
 from roi_cases import SHAPES, Case, hashed_words, values
@@ -103,6 +104,7 @@ for _dtype in FLOATS:
     for _exact in (False, True):
         add_sums(_dtype, _exact)
     add_rounding(_dtype)
+    CASES |= digest_cases_scatter.cases(_dtype, short(_dtype), values, index)
 add_roi_align("ratio2", SHAPES["31_channels"]._replace(ratio=2), torch.float32, "max")
 add_roi_align("nonfinite", SHAPES["odd_sizes"], torch.float32, "max", poison=True)
 

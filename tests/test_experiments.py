@@ -115,7 +115,9 @@ def test_overhead_runs_on_a_cpu_and_writes_its_result(tmp_path: Path) -> None:
         for sides in row["errors"].values():
             assert 0 < sides["truncdet"]["l2"] < 1e-4, row["name"]
             assert 0 < sides["native"]["l2"] < 1e-4, row["name"]
-    assert {row["operator"] for row in result["scatter"]} == {"index_add", "scatter_add"}
+    operators = {row["operator"] for row in result["scatter"]}
+    assert operators == {"index_add", "scatter_add", "index_put"}
+    assert all(row["truncdet_bits_equal"] for row in result["scatter"])
     assert str(ROOT) not in json.dumps(result)
     assert "16x512" in done.stdout and "conditions met" in done.stdout
 

@@ -12,6 +12,10 @@ in float64, what the first integer rounds away goes to a second one of 62 - G mo
 Both functions are views around one primitive, `_accumulate`, on three dimensions: before, along and
 after `dim`. index_add is scatter_add with an index expanded over the other dimensions. The backward
 gathers, and the gather's backward is scatter_add again, so every order of derivative repeats.
+
+Other operators are built on these two. They pass their own bit as `operator`, which names them
+where an index is out of range; with 0 such an index is left out and nothing is said. Their `input`
+may be of src's compute type (float32 for half types), for sums that are not finished yet.
 """
 
 from __future__ import annotations
@@ -25,14 +29,17 @@ from truncdet import _gather as _gather  # defines the op that the backward call
 from truncdet import _scatter_shapes as shapes
 from truncdet import _sticky
 from truncdet import fixedpoint as fp
+from truncdet._divide import divide
 from truncdet._library import LIB
 
 SCATTER_ADD, INDEX_ADD = 2, 4  # their bits in truncdet._sticky
 
 for _schema in (
     "_accumulate(Tensor input, Tensor index, Tensor src, bool exact, int operator) -> Tensor",
-    "scatter_add(Tensor input, int dim, Tensor index, Tensor src, bool exact) -> Tensor",
-    "index_add(Tensor input, int dim, Tensor index, Tensor source, bool exact) -> Tensor",
+    "scatter_add(Tensor input, int dim, Tensor index, Tensor src, bool exact, int operator=2) "
+    "-> Tensor",
+    "index_add(Tensor input, int dim, Tensor index, Tensor source, bool exact, int operator=4) "
+    "-> Tensor",
 ):
     LIB.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -40,16 +47,17 @@ for _schema in (
 def accumulate_reference(
     input: Tensor, index: Tensor, src: Tensor, exact: bool, operator: int
 ) -> Tensor:
-    """The primitive: input [O, C, I], index and src [O, n, I] with index in [0, C)."""
-    kind = fp.compute_dtype(input.dtype)
+    """The primitive: input [O, C, I], index and src [O, n, I]; index outside [0, C) is left out."""
+    kind = fp.compute_dtype(src.dtype)
     values = src.to(kind)
     exponent = fp.exponent_above(fp.amax_word(values), kind)
     headroom = torch.full_like(exponent, fp.headroom(index.size(1)))
     flags = fp.nonfinite_flags(values)
     values = fp.scale_exponent(values, -exponent)
-    if not index.is_cpu:  # on the CPU such an index has raised already
+    if operator == 0 or not index.is_cpu:  # on the CPU such an index has raised already
         outside = (index < 0) | (index >= input.size(1))
-        _sticky.note_out_of_range(operator, outside)
+        if operator != 0:
+            _sticky.note_out_of_range(operator, outside)
         if input.numel() == 0:
             return input.clone()
         index = index.masked_fill(outside, 0)
@@ -67,15 +75,19 @@ def accumulate_reference(
     return fp.finish(add(rounded), low, exponent, headroom, input.dtype, existing=input, flags=seen)
 
 
-def _scatter_add_impl(input: Tensor, dim: int, index: Tensor, src: Tensor, exact: bool) -> Tensor:
-    shapes.check_range("scatter_add", index, shapes.sizes(input)[dim])
-    return _scatter(input, dim, index.to(torch.int64), src, exact, SCATTER_ADD)
+def _scatter_add_impl(
+    input: Tensor, dim: int, index: Tensor, src: Tensor, exact: bool, operator: int = SCATTER_ADD
+) -> Tensor:
+    shapes.check_range(operator, index, shapes.sizes(input)[dim])
+    return _scatter(input, dim, index.to(torch.int64), src, exact, operator)
 
 
-def _index_add_impl(input: Tensor, dim: int, index: Tensor, source: Tensor, exact: bool) -> Tensor:
-    shapes.check_range("index_add", index, shapes.sizes(input)[dim])
+def _index_add_impl(
+    input: Tensor, dim: int, index: Tensor, source: Tensor, exact: bool, operator: int = INDEX_ADD
+) -> Tensor:
+    shapes.check_range(operator, index, shapes.sizes(input)[dim])
     index = shapes.expand_index(index.to(torch.int64), dim, source.shape)
-    return _scatter(input, dim, index, source, exact, INDEX_ADD)
+    return _scatter(input, dim, index, source, exact, operator)
 
 
 def _scatter(
@@ -85,8 +97,7 @@ def _scatter(
     if index.numel() == 0:
         return input.clone(memory_format=torch.contiguous_format)
     used = tuple(slice(size) for size in shapes.sizes(index))
-    # Where index is smaller than input in another dimension, only that part of input receives.
-    receiving = tuple(u if d != dim % len(used) else slice(None) for d, u in enumerate(used))
+    receiving = shapes.receiving(index, dim)
     vectors = [x.reshape(1) if x.dim() == 0 else x for x in (input, index, src)]
     parts = (vectors[0][receiving], vectors[1], vectors[2][used])
     views = [shapes.three_dimensions(x, dim) for x in parts]
@@ -98,39 +109,41 @@ def _scatter(
     return out
 
 
-def _like_input(input: Tensor, dim: int, index: Tensor, src: Tensor, exact: bool) -> Tensor:
+def _like_input(
+    input: Tensor, dim: int, index: Tensor, src: Tensor, exact: bool, operator: int = 0
+) -> Tensor:
     return input.new_empty(input.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.dim, index, src, ctx.exact = inputs
-    ctx.src_shape = src.shape
+    _, ctx.dim, index, src, ctx.exact, _ = inputs
+    ctx.src_shape, ctx.src_dtype = src.shape, src.dtype
     ctx.save_for_backward(index)
 
 
 def _scatter_add_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (index,) = ctx.saved_tensors
-    return grad, None, None, _source_gradient(ctx, grad, index), None
+    return grad, None, None, _source_gradient(ctx, grad, index), None, None
 
 
 def _index_add_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (index,) = ctx.saved_tensors
     index = shapes.expand_index(index, ctx.dim, ctx.src_shape)
-    return grad, None, None, _source_gradient(ctx, grad, index), None
+    return grad, None, None, _source_gradient(ctx, grad, index), None, None
 
 
 def _source_gradient(ctx: Any, grad: Tensor, index: Tensor) -> Tensor | None:
     if not ctx.needs_input_grad[3]:
         return None
     if index.numel() == 0:
-        return grad.new_zeros(ctx.src_shape)
+        return grad.new_zeros(ctx.src_shape, dtype=ctx.src_dtype)
     picked: Tensor = torch.ops.truncdet._gather(grad, ctx.dim, index, ctx.exact)
     # Elements of src beyond index were not used.
     picked = picked.reshape(picked.shape or (1,))
     unused = [size - used for size, used in zip(ctx.src_shape, picked.shape, strict=False)]
     padding = [amount for extra in reversed(unused) for amount in (0, extra)]
     picked = torch.nn.functional.pad(picked, padding) if any(unused) else picked
-    return picked.reshape(ctx.src_shape)
+    return divide(picked.reshape(ctx.src_shape), None, ctx.src_dtype)
 
 
 LIB.impl("_accumulate", accumulate_reference, "CompositeExplicitAutograd")

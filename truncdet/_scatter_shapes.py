@@ -8,29 +8,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from truncdet import fixedpoint
+from truncdet import _sticky, fixedpoint
 
 
 def check_scatter(op: str, input: Tensor, dim: int, index: Tensor, src: Tensor) -> None:
     """Raises for arguments that scatter_add cannot take, naming the argument."""
     _check_common(op, input, dim, index, src, "src")
+    check_beside(op, input, dim, index)
     if index.numel() == 0:
         return
-    most = sizes(input)
-    for name, x in (("index", index), ("src", src)):
-        if len(sizes(x)) != len(most):
-            raise ValueError(
-                f"{op}: {name} must have input's number of dimensions, {input.dim()}, got {x.dim()}"
-            )
+    if len(sizes(src)) != len(sizes(input)):
+        raise ValueError(
+            f"{op}: src must have input's number of dimensions, {input.dim()}, got {src.dim()}"
+        )
     for d, (have, used) in enumerate(zip(sizes(src), sizes(index), strict=True)):
         if used > have:
             raise ValueError(
                 f"{op}: index must be at most as large as src, {have} in dimension {d}, got {used}"
-            )
-        if d != dim % len(most) and used > most[d]:
-            raise ValueError(
-                f"{op}: index must be at most as large as input, {most[d]} in dimension {d}, "
-                f"got {used}"
             )
 
 
@@ -49,22 +43,59 @@ def check_index(op: str, input: Tensor, dim: int, index: Tensor, source: Tensor)
 
 
 def _check_common(op: str, input: Tensor, dim: int, index: Tensor, src: Tensor, name: str) -> None:
-    if input.dtype not in fixedpoint.FORMATS:
-        raise TypeError(
-            f"{op}: input must be float64, float32, float16 or bfloat16, got {input.dtype}"
-        )
+    check_float(op, "input", input)
     if src.dtype != input.dtype:
         raise TypeError(f"{op}: {name} must have input's dtype, {input.dtype}, got {src.dtype}")
-    if index.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{op}: index must be int64 or int32, got {index.dtype}")
-    for argument, x in (("index", index), (name, src)):
-        if x.device != input.device:
-            raise ValueError(
-                f"{op}: {argument} must be on input's device, {input.device}, got {x.device}"
-            )
+    check_dim_and_index(op, input, dim, index)
+    check_device(op, "input", input, name, src)
+
+
+def check_float(op: str, name: str, x: Tensor) -> None:
+    """Raises unless `x` has one of the types that can be summed."""
+    if x.dtype not in fixedpoint.FORMATS:
+        raise TypeError(
+            f"{op}: {name} must be float64, float32, float16 or bfloat16, got {x.dtype}"
+        )
+
+
+def check_device(op: str, where: str, input: Tensor, name: str, x: Tensor) -> None:
+    """Raises unless `x` is on the device of `input`, the argument called `where`."""
+    if x.device != input.device:
+        raise ValueError(
+            f"{op}: {name} must be on {where}'s device, {input.device}, got {x.device}"
+        )
+
+
+def check_dim_and_index(op: str, input: Tensor, dim: int, index: Tensor) -> None:
+    """Raises for a dim, or a type or device of index, that no operator along `dim` takes."""
+    check_integers(op, "index", index)
+    check_device(op, "input", input, "index", index)
     rank = len(sizes(input))
     if not -rank <= dim < rank:
         raise ValueError(f"{op}: dim must be in [{-rank}, {rank - 1}], got {dim}")
+
+
+def check_integers(op: str, name: str, x: Tensor) -> None:
+    """Raises unless `x` can name places."""
+    if x.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{op}: {name} must be int64 or int32, got {x.dtype}")
+
+
+def check_beside(op: str, input: Tensor, dim: int, index: Tensor) -> None:
+    """Raises unless `index` has input's dimensions and, outside `dim`, is nowhere larger."""
+    if index.numel() == 0:
+        return
+    most = sizes(input)
+    if len(sizes(index)) != len(most):
+        raise ValueError(
+            f"{op}: index must have input's number of dimensions, {input.dim()}, got {index.dim()}"
+        )
+    for d, used in enumerate(sizes(index)):
+        if d != dim % len(most) and used > most[d]:
+            raise ValueError(
+                f"{op}: index must be at most as large as input, {most[d]} in dimension {d}, "
+                f"got {used}"
+            )
 
 
 def sizes(x: Tensor) -> Sequence[int]:
@@ -94,9 +125,12 @@ def unexpanded(index: Tensor) -> Tensor:
     return index
 
 
-def check_range(op: str, index: Tensor, size: int) -> None:
-    """Raises on the CPU if an element of `index` is not in [0, size); a GPU is not waited for."""
-    if not index.is_cpu or index.numel() == 0:
+def check_range(operator: int, index: Tensor, size: int) -> None:
+    """Raises on the CPU if an element of `index` is not in [0, size); a GPU is not waited for.
+
+    `operator` is the bit of the operator to name, or 0 if such elements are meant to be left out.
+    """
+    if operator == 0 or not index.is_cpu or index.numel() == 0:
         return
     low, high = torch.aminmax(unexpanded(index))
     if int(low) >= 0 and int(high) < size:
@@ -104,4 +138,11 @@ def check_range(op: str, index: Tensor, size: int) -> None:
     place = ((index < 0) | (index >= size)).nonzero()[0].tolist()
     where = place[0] if len(place) == 1 else tuple(place)
     got = int(index[tuple(place)])
-    raise ValueError(f"{op}: index must be in [0, {size}), got {got} at position {where}")
+    name = _sticky.OPERATORS[operator]
+    raise ValueError(f"{name}: index must be in [0, {size}), got {got} at position {where}")
+
+
+def receiving(index: Tensor, dim: int) -> tuple[slice, ...]:
+    """The part of the input that can receive, where `index` is smaller than it beside `dim`."""
+    used = sizes(index)
+    return tuple(slice(None) if d == dim % len(used) else slice(n) for d, n in enumerate(used))

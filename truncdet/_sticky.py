@@ -12,8 +12,22 @@ from torch import Tensor
 from truncdet._build import has_extension
 from truncdet._errors import TruncdetError
 
-OPERATORS = {1: "roi_align", 2: "scatter_add", 4: "index_add"}
-"""The bit of each operator, as in csrc/cuda/launch.cuh."""
+GATHER, INDEX_SELECT, INDEX_PUT, SCATTER_REDUCE, SCATTER = (1 << bit for bit in range(16, 21))
+EMBEDDING, EMBEDDING_BAG = 1 << 21, 1 << 22
+
+OPERATORS = {
+    1: "roi_align",
+    2: "scatter_add",
+    4: "index_add",
+    GATHER: "gather",
+    INDEX_SELECT: "index_select",
+    INDEX_PUT: "index_put",
+    SCATTER_REDUCE: "scatter_reduce",
+    SCATTER: "scatter",
+    EMBEDDING: "embedding",
+    EMBEDDING_BAG: "embedding_bag",
+}
+"""The bit of each operator; csrc/cuda/launch.cuh has those that a kernel names by itself."""
 
 # Bits the pure-PyTorch path found on a device: pinned words filled by asynchronous copies.
 _pending: dict[int, Tensor] = {}

@@ -8,6 +8,7 @@
 
 #include "../accumulate.h"
 #include "launch.cuh"
+#include "vector.cuh"
 
 namespace truncdet {
 
@@ -76,16 +77,43 @@ struct Accumulator {
 };
 
 // Where the scale of a segment comes from: statistics on the device, and a head-room that is either
-// the host's (`headroom`) or counted on the device as well (`headrooms`, one a segment).
+// the host's (`headroom`) or counted on the device as well (`headrooms`, one a segment). Where
+// contributions are products, `factor_amax` is the largest magnitude of all second factors.
 template <class C>
 struct ScaleSource {
   const typename Format<C>::Word* amax;
   int headroom;
   const int32_t* headrooms = nullptr;
+  const typename Format<C>::Word* factor_amax = nullptr;
 
   __device__ __forceinline__ Scale<C> operator()(int64_t segment) const {
-    return Scale<C>(exponent_above<C>(amax[segment]),
+    const int factor = factor_amax != nullptr ? exponent_above<C>(*factor_amax) : 0;
+    return Scale<C>(exponent_above<C>(amax[segment]) + factor,
                     headrooms != nullptr ? headrooms[segment] : headroom);
+  }
+};
+
+// Scale::normalise and quantise as three multiplications by powers of two. What normalise turns
+// into +0, being below the smallest normal number, may stay a subnormal number here; either is far
+// below half a unit of both limbs, so the integers are the same.
+template <class C>
+struct Quantiser {
+  C first, second;  // 2^-e, in two factors because one may not be a normal number
+  C unit;           // 2^(62-G)
+
+  __device__ __forceinline__ explicit Quantiser(const Scale<C>& scale) : unit(scale.unit) {
+    constexpr int kLow = Format<C>::kMinExponent, kHigh = Format<C>::kMaxExponent;
+    const int wanted = -scale.exponent;
+    const int fits = wanted < kLow ? kLow : (wanted > kHigh ? kHigh : wanted);
+    first = power_of_two(C(0), fits);
+    second = power_of_two(C(0), wanted - fits);
+  }
+  __device__ __forceinline__ C normalise(C value) const { return value * first * second; }
+  __device__ __forceinline__ int64_t quantise(C contribution) const {
+    return round_to_int64(contribution * unit);
+  }
+  __device__ __forceinline__ int64_t quantise_rest(C contribution, int64_t high) const {
+    return round_to_int64((contribution * unit - static_cast<C>(high)) * unit);
   }
 };
 
@@ -119,31 +147,42 @@ struct AmaxParams {
   uint32_t* nonfinite;  // [segments], zeroed
 };
 
-template <class T>
+// kPack elements a load; the values are aligned and, but for the last segment, full packs.
+template <class T, int kPack>
 __global__ void amax_kernel(AmaxParams<T> p) {
   using C = typename Format<T>::Compute;
-  using Word = typename Format<C>::Word;
+  using StoredWord = typename Format<T>::Word;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
   const int64_t start = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t packs = p.per_segment / kPack;
   for (int64_t segment = blockIdx.y; segment < p.segments; segment += gridDim.y) {
     const T* values = p.values + segment * p.per_segment;
-    Word largest = 0;
+    StoredWord largest = 0;
     bool nonfinite = false;
-    for (int64_t i = start; i < p.per_segment; i += kAmaxUnroll * stride) {
-      Word words[kAmaxUnroll];
+    const auto see = [&](T value) {
+      const StoredWord word = magnitude_word<T>(value);
+      const bool finite = word < infinity_word<T>();
+      nonfinite |= !finite;
+      largest = finite && word > largest ? word : largest;
+    };
+    for (int64_t i = start; i < packs; i += kAmaxUnroll * stride) {
+      Pack<T, kPack> loaded[kAmaxUnroll];
 #pragma unroll
       for (int j = 0; j < kAmaxUnroll; ++j) {
+        // Past the end the first pack is seen again, which changes nothing.
         const int64_t at = i + j * stride;
-        words[j] = at < p.per_segment ? magnitude_word<C>(widen(values[at])) : Word(0);
+        loaded[j] = load_pack<T, kPack>(values + (at < packs ? at : i) * kPack);
       }
 #pragma unroll
       for (int j = 0; j < kAmaxUnroll; ++j) {
-        const bool finite = words[j] < infinity_word<C>();
-        nonfinite |= !finite;
-        largest = finite && words[j] > largest ? words[j] : largest;
+#pragma unroll
+        for (int k = 0; k < kPack; ++k) see(loaded[j].at[k]);
       }
     }
-    merge_statistics(largest, nonfinite, p.amax + segment, p.nonfinite + segment);
+    for (int64_t i = packs * kPack + start; i < p.per_segment; i += stride) see(values[i]);
+    // Words are ordered as magnitudes in every format, so widening could wait until here.
+    merge_statistics(magnitude_word<C>(widen(bit_copy<T>(largest))), nonfinite, p.amax + segment,
+                     p.nonfinite + segment);
   }
 }
 
@@ -188,8 +227,15 @@ inline dim3 segment_grid(int64_t segments, int64_t per_segment, int64_t per_thre
 template <class T>
 void launch_amax(const AmaxParams<T>& p, cudaStream_t stream) {
   if (p.segments == 0 || p.per_segment == 0) return;
-  const dim3 grid = segment_grid(p.segments, p.per_segment, kAmaxUnroll);
-  amax_kernel<T><<<grid, kThreads, 0, stream>>>(p);
+  constexpr int kPack = kPackBytes / sizeof(T);
+  const bool full = p.segments == 1 || p.per_segment % kPack == 0;
+  if (full && is_aligned(p.values, kPackBytes)) {
+    const dim3 grid = segment_grid(p.segments, p.per_segment, kAmaxUnroll * kPack);
+    amax_kernel<T, kPack><<<grid, kThreads, 0, stream>>>(p);
+  } else {
+    const dim3 grid = segment_grid(p.segments, p.per_segment, kAmaxUnroll);
+    amax_kernel<T, 1><<<grid, kThreads, 0, stream>>>(p);
+  }
   TRUNCDET_LAUNCH_CHECK();
 }
 

@@ -1,76 +1,56 @@
-// scatter_add and index_add by int64 atomics.
+// scatter_add and index_add, and weighted rows added to rows, by int64 atomics.
+#include "../accumulate_rows.h"
 #include "../scatter.h"
-#include "accumulate.cuh"
+#include "scatter_launch.cuh"
 
 namespace truncdet {
 namespace {
 
-template <class T>
-struct ScatterParams {
-  using C = typename Format<T>::Compute;
-  ScatterShape shape;
-  const int64_t* index;
-  const T* src;
+// The zeroed buffers of one call; a second segment keeps the statistics of weights.
+template <class C>
+struct Buffers {
+  Tensor memory;
   Accumulator<C> sums;
-  ScaleSource<C> scale;
-  unsigned* sticky;
-  StickyBit bit;
 };
 
-// One contribution a turn. An index out of range is noted, never followed.
+template <class C>
+Buffers<C> zeroed_buffers(const Tensor& like, int64_t cells, bool two_limbs, cudaStream_t stream) {
+  const int64_t bytes = Accumulator<C>::bytes(cells, 2, two_limbs);
+  const Tensor memory = torch::stable::empty({&bytes, 1}, ScalarType::Byte, std::nullopt,
+                                             like.device(), std::nullopt, std::nullopt);
+  TRUNCDET_CUDA_CHECK(cudaMemsetAsync(memory.mutable_data_ptr(), 0, bytes, stream));
+  return {memory, Accumulator<C>(memory.mutable_data_ptr(), cells, 2, two_limbs)};
+}
+
+// `input` and `out` are of T, or of T's compute type.
 template <class T>
-__global__ void scatter_kernel(ScatterParams<T> p) {
+void finish(const Accumulator<typename Format<T>::Compute>& sums,
+            const ScaleSource<typename Format<T>::Compute>& scale, const Tensor& input,
+            const Tensor& src, const Tensor& out, cudaStream_t stream) {
   using C = typename Format<T>::Compute;
-  const ScatterShape& s = p.shape;
-  const Scale<C> scale = p.scale(0);
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  const int64_t total = s.outer * s.count * s.inner;
-  bool bad = false;
-  for (int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; at < total;
-       at += stride) {
-    // at = (o * count + k) * inner + i
-    const int64_t row = at / s.inner, i = at - row * s.inner;
-    const int64_t o = row / s.count, k = row - o * s.count;
-    const int64_t to = p.index[o * s.index_outer + k * s.index_count + i * s.index_inner];
-    if (to < 0 || to >= s.cells) {
-      bad = true;
-      continue;
-    }
-    const int64_t cell = (o * s.cells + to) * s.inner + i;
-    const C value = widen(p.src[at]);
-    const uint32_t seen = nonfinite_flag(value);
-    if (seen != 0) {
-      or_flags(p.sums.flags, cell, seen);
-    } else {
-      p.sums.add(cell, scale, scale.normalise(value));
-    }
+  const int64_t cells = input.numel();
+  if (input.scalar_type() == src.scalar_type()) {
+    launch_finish<T>({sums, scale, const_data<T>(input), mutable_data<T>(out), 1, cells}, stream);
+  } else {
+    launch_finish<C>({sums, scale, const_data<C>(input), mutable_data<C>(out), 1, cells}, stream);
   }
-  if (bad) set_sticky(p.sticky, p.bit);
 }
 
 template <class T>
-void accumulate(const Tensor& input, const Tensor& index, const Tensor& src,
-                const ScatterShape& shape, bool exact, StickyBit bit, const Tensor& out) {
+void accumulate(const Tensor& input, const Tensor& index, const Tensor& src, const ScatterShape& s,
+                bool exact, int64_t bit, const Tensor& out) {
   using C = typename Format<T>::Compute;
-  const bool two_limbs = needs_two_limbs<C>(exact);
   const cudaStream_t stream = current_stream(input);
-  const int64_t bytes = Accumulator<C>::bytes(shape.total_cells(), 1, two_limbs);
-  const Tensor memory = torch::stable::empty({&bytes, 1}, ScalarType::Byte, std::nullopt,
-                                             input.device(), std::nullopt, std::nullopt);
-  TRUNCDET_CUDA_CHECK(cudaMemsetAsync(memory.mutable_data_ptr(), 0, bytes, stream));
-  const Accumulator<C> sums(memory.mutable_data_ptr(), shape.total_cells(), 1, two_limbs);
-  const ScaleSource<C> scale{sums.amax, headroom(shape.count)};
+  const auto buffers = zeroed_buffers<C>(input, s.total_cells(), needs_two_limbs<C>(exact), stream);
   const T* values = const_data<T>(src);
-  const int64_t total = shape.contributions();
-  launch_amax<T>({values, 1, total, sums.amax, sums.nonfinite}, stream);
-  if (total > 0) {
-    const ScatterParams<T> params{
-        shape, const_data<int64_t>(index), values, sums, scale, sticky_word(), bit};
-    scatter_kernel<T><<<blocks_for(total), kThreads, 0, stream>>>(params);
-    TRUNCDET_LAUNCH_CHECK();
-  }
-  launch_finish<T>(
-      {sums, scale, const_data<T>(input), mutable_data<T>(out), 1, shape.total_cells()}, stream);
+  const int bits = headroom(s.count);
+  launch_amax<T>({values, 1, s.contributions(), buffers.sums.amax, buffers.sums.nonfinite}, stream);
+  const IndexMap map(const_data<int64_t>(index), {s.index_outer, s.index_count, s.index_inner},
+                     s.outer, s.cells, s.count, s.inner);
+  launch_add<T>({map, values, nullptr, map.rows(), nullptr, nullptr, bits, buffers.sums,
+                 sticky_word(), static_cast<unsigned>(bit)},
+                input, stream);
+  finish<T>(buffers.sums, {buffers.sums.amax, bits}, input, src, out, stream);
 }
 
 Tensor accumulate_cuda(Tensor input, Tensor index, Tensor src, bool exact, int64_t bit) {
@@ -79,8 +59,46 @@ Tensor accumulate_cuda(Tensor input, Tensor index, Tensor src, bool exact, int64
   input = torch::stable::contiguous(input);
   src = torch::stable::contiguous(src);
   Tensor out = torch::stable::empty_like(input);
-  TRUNCDET_DISPATCH(input.scalar_type(), "_accumulate", [&] {
-    accumulate<scalar_t>(input, index, src, shape, exact, static_cast<StickyBit>(bit), out);
+  TRUNCDET_DISPATCH(src.scalar_type(), "_accumulate",
+                    [&] { accumulate<scalar_t>(input, index, src, shape, exact, bit, out); });
+  return out;
+}
+
+template <class T>
+void accumulate_rows(const Tensor& input, const Tensor& index, const Tensor& src,
+                     const Tensor& rows, const std::optional<Tensor>& weights, const RowsShape& s,
+                     const Tensor& out) {
+  using C = typename Format<T>::Compute;
+  const cudaStream_t stream = current_stream(input);
+  const auto buffers =
+      zeroed_buffers<C>(input, s.cells * s.columns, needs_two_limbs<C>(false), stream);
+  const T* values = const_data<T>(src);
+  const T* factors = weights.has_value() ? const_data<T>(*weights) : nullptr;
+  auto* const amax = buffers.sums.amax;
+  auto* const factor_amax = factors != nullptr ? amax + 1 : nullptr;
+  launch_amax<T>({values, 1, s.sources * s.columns, amax, buffers.sums.nonfinite}, stream);
+  if (factors != nullptr) {
+    launch_amax<T>({factors, 1, s.count, factor_amax, buffers.sums.nonfinite}, stream);
+  }
+  const int bits = headroom(s.count);
+  const IndexMap map(const_data<int64_t>(index), {0, 1, 0}, 1, s.cells, s.count, s.columns);
+  launch_add<T>({map, values, const_data<int64_t>(rows), s.sources, factors, factor_amax, bits,
+                 buffers.sums, sticky_word(), 0u},
+                input, stream);
+  finish<T>(buffers.sums, {amax, bits, nullptr, factor_amax}, input, src, out, stream);
+}
+
+Tensor accumulate_rows_cuda(Tensor input, Tensor index, Tensor src, Tensor rows,
+                            std::optional<Tensor> weights) {
+  const RowsShape shape = rows_shape(input, index, src, rows, weights);
+  const DeviceGuard guard(input.get_device_index());
+  for (Tensor* tensor : {&input, &index, &src, &rows}) {
+    *tensor = torch::stable::contiguous(*tensor);
+  }
+  if (weights.has_value()) weights = torch::stable::contiguous(*weights);
+  Tensor out = torch::stable::empty_like(input);
+  TRUNCDET_DISPATCH(src.scalar_type(), "_accumulate_rows", [&] {
+    accumulate_rows<scalar_t>(input, index, src, rows, weights, shape, out);
   });
   return out;
 }
@@ -90,4 +108,5 @@ Tensor accumulate_cuda(Tensor input, Tensor index, Tensor src, bool exact, int64
 
 STABLE_TORCH_LIBRARY_IMPL(truncdet, CUDA, m) {
   m.impl("_accumulate", TORCH_BOX(&truncdet::accumulate_cuda));
+  m.impl("_accumulate_rows", TORCH_BOX(&truncdet::accumulate_rows_cuda));
 }

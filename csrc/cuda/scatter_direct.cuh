@@ -1,0 +1,149 @@
+// Contributions that go to their cells by atomics, one by one or in runs.
+#pragma once
+
+#include "scatter_params.cuh"
+
+namespace truncdet {
+
+constexpr unsigned kWarp = 0xffffffffu;
+
+// One element a turn; neighbouring threads have neighbouring columns, so that the atomics of a warp
+// share sectors of memory.
+template <class T, bool kTwoLimbs>
+__global__ void add_elements_kernel(AddParams<T> p) {
+  const Adder<T, kTwoLimbs, false> adder(p);
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  const int64_t total = p.map.elements();
+  bool bad = false;
+  for (int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; at < total;
+       at += stride) {
+    // at = row * width + column
+    const int64_t row = p.map.by_width.quotient(at), column = at - row * p.map.width;
+    const int64_t key = p.map.key(row, column), from = p.source(row);
+    bad |= key < 0;
+    if (key < 0 || from < 0) continue;
+    const int64_t cell = key * p.map.width + column;
+    const T element = p.src[from * p.map.width + column];
+    adder.add(cell, adder.amount(cell, element, adder.weight(row)));
+  }
+  p.report(bad);
+}
+
+// Elements of which one thread takes care at once.
+constexpr int kRun = 4;
+
+// For a plain vector of elements and indices: neighbours that go to one cell are added up before
+// they go there. Sorted indices, and one cell for all, would make every atomic wait for the last.
+template <class T, bool kTwoLimbs>
+__global__ void add_runs_kernel(AddParams<T> p) {
+  const Adder<T, kTwoLimbs, false> adder(p);
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x * kRun;
+  const int64_t total = p.map.count;
+  const unsigned lane = threadIdx.x % 32;
+  bool bad = false;
+  // The whole warp takes every turn, since its threads talk to each other.
+  for (int64_t base = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x - lane) * kRun;
+       base < total; base += stride) {
+    const int64_t first = base + lane * kRun;
+    int64_t cells[kRun];
+    Amount amounts[kRun];
+    if (first + kRun <= total) {
+      const Pack<int64_t, kRun> index = load_pack<int64_t, kRun>(p.map.index + first);
+      const Pack<T, kRun> elements = load_pack<T, kRun>(p.src + first);
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) {
+        const bool outside = index.at[j] < 0 || index.at[j] >= p.map.cells;
+        bad |= outside;
+        cells[j] = outside ? -1 : index.at[j];
+        if (!outside) amounts[j] = adder.amount(cells[j], elements.at[j], 1);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) {
+        cells[j] = -1;
+        if (first + j >= total) continue;
+        cells[j] = p.map.key(first + j, 0);
+        bad |= cells[j] < 0;
+        if (cells[j] >= 0) amounts[j] = adder.amount(cells[j], p.src[first + j], 1);
+      }
+    }
+    const int64_t of_warp = __shfl_sync(kWarp, cells[0], 0);
+    bool alike = of_warp >= 0;
+#pragma unroll
+    for (int j = 0; j < kRun; ++j) alike &= cells[j] == of_warp;
+    if (__all_sync(kWarp, alike)) {
+      Amount sum;
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) sum += amounts[j];
+#pragma unroll
+      for (int other = 16; other > 0; other /= 2) {
+        sum += {__shfl_xor_sync(kWarp, sum.high, other), __shfl_xor_sync(kWarp, sum.low, other)};
+      }
+      if (lane == 0) adder.add(of_warp, sum);
+      continue;
+    }
+#pragma unroll
+    for (int j = 0; j < kRun; ++j) {
+      if (j + 1 < kRun && cells[j + 1] == cells[j]) {
+        amounts[j + 1] += amounts[j];
+      } else if (cells[j] >= 0) {
+        adder.add(cells[j], amounts[j]);
+      }
+    }
+  }
+  p.report(bad);
+}
+
+// Shared memory of a block's own sums, and elements a thread should see before they pay off.
+constexpr int kSharedBytes = 32 * 1024;
+constexpr int64_t kSharedPerThread = 32;
+constexpr int64_t kSharedPerCell = 512;
+constexpr int64_t kMaxSharedBlocks = 1024;
+
+// A 64-bit add in shared memory, of two native 32-bit ones: the second takes the carry of the
+// first, and whatever interleaves, all carries arrive.
+__device__ __forceinline__ void add_shared(uint32_t* words, int64_t value) {
+  const uint32_t low = static_cast<uint32_t>(value);
+  const uint32_t before = atomicAdd(words, low);
+  const uint32_t carry = before + low < low ? 1u : 0u;
+  const uint32_t high = static_cast<uint32_t>(static_cast<uint64_t>(value) >> 32) + carry;
+  if (high != 0) atomicAdd(words + 1, high);
+}
+
+// For few cells: each block sums for itself, since global atomics on few addresses wait in line.
+template <class T, bool kTwoLimbs>
+__global__ void add_shared_kernel(AddParams<T> p) {
+  __shared__ uint32_t words[kSharedBytes / sizeof(uint32_t)];
+  const Adder<T, kTwoLimbs, false> adder(p);
+  constexpr int kLimbs = kTwoLimbs ? 2 : 1;
+  const int cells = static_cast<int>(p.map.keys() * p.map.width);
+  for (int i = threadIdx.x; i < 2 * kLimbs * cells; i += blockDim.x) words[i] = 0;
+  __syncthreads();
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  const int64_t total = p.map.elements();
+  bool bad = false;
+  for (int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; at < total;
+       at += stride) {
+    const int64_t row = p.map.by_width.quotient(at), column = at - row * p.map.width;
+    const int64_t key = p.map.key(row, column), from = p.source(row);
+    bad |= key < 0;
+    if (key < 0 || from < 0) continue;
+    const int64_t cell = key * p.map.width + column;
+    const Amount amount = adder.amount(cell, p.src[from * p.map.width + column], adder.weight(row));
+    add_shared(words + 2 * cell, amount.high);
+    if constexpr (kTwoLimbs) add_shared(words + 2 * (cells + cell), amount.low);
+  }
+  __syncthreads();
+  for (int cell = threadIdx.x; cell < cells; cell += blockDim.x) {
+    const auto sum_of = [&](int at) {
+      return static_cast<int64_t>(static_cast<uint64_t>(words[2 * at + 1]) << 32 | words[2 * at]);
+    };
+    Amount amount;
+    amount.high = sum_of(cell);
+    if constexpr (kTwoLimbs) amount.low = sum_of(cells + cell);
+    adder.add(cell, amount);
+  }
+  p.report(bad);
+}
+
+}  // namespace truncdet
