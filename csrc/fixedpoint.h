@@ -303,8 +303,9 @@ TRUNCDET_HD T round_sum(int64_t sum, int quantum) {
 #if defined(__CUDA_ARCH__)
   if constexpr (std::is_same_v<T, float>) {
     // Down to this quantum every non-zero result is normal, so rounding the integer is the one
-    // rounding and the multiplication is exact (or overflows to infinity, as it should).
-    if (quantum >= Format<float>::kMinExponent) {
+    // rounding and the multiplication is exact (or overflows to infinity, as it should). Only
+    // products of two large factors have a quantum beyond the largest power of two.
+    if (quantum >= Format<float>::kMinExponent && quantum <= Format<float>::kMaxExponent) {
       return __ll2float_rn(sum) * power_of_two(0.f, quantum);
     }
   }

@@ -4,6 +4,7 @@ Inputs are written formulas (see roi_cases), so a digest changes only where the 
 """
 
 import torch
+from digest_cases_sampling import sampling_cases
 from exact_arithmetic import FLOATS
 from roi_cases import SHAPES, Case, hashed_words, values
 
@@ -104,6 +105,7 @@ for _dtype in FLOATS:
     add_rounding(_dtype)
 add_roi_align("ratio2", SHAPES["31_channels"]._replace(ratio=2), torch.float32, "max")
 add_roi_align("nonfinite", SHAPES["odd_sizes"], torch.float32, "max", poison=True)
+sampling_cases(named, short)
 
 
 def digest_of(name, device):

@@ -6,6 +6,8 @@ from truncdet._build import build_info as build_info
 from truncdet._digest import Digest as Digest
 from truncdet._digest import digest as digest
 from truncdet._errors import TruncdetError as TruncdetError
+from truncdet._grid_sample import grid_sample as grid_sample
+from truncdet._ms_deform_attn import ms_deform_attn as ms_deform_attn
 from truncdet._roi_align import RoIAlign as RoIAlign
 from truncdet._roi_align import roi_align as roi_align
 from truncdet._scatter import index_add as index_add

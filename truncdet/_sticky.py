@@ -12,7 +12,7 @@ from torch import Tensor
 from truncdet._build import has_extension
 from truncdet._errors import TruncdetError
 
-OPERATORS = {1: "roi_align", 2: "scatter_add", 4: "index_add"}
+OPERATORS = {1: "roi_align", 2: "scatter_add", 4: "index_add", 1 << 12: "ms_deform_attn"}
 """The bit of each operator, as in csrc/cuda/launch.cuh."""
 
 # Bits the pure-PyTorch path found on a device: pinned words filled by asynchronous copies.

@@ -82,9 +82,12 @@ struct ScaleSource {
   const typename Format<C>::Word* amax;
   int headroom;
   const int32_t* headrooms = nullptr;
+  // Of a second factor, where contributions are of products: exponents of factors add up.
+  const typename Format<C>::Word* second_amax = nullptr;
 
   __device__ __forceinline__ Scale<C> operator()(int64_t segment) const {
-    return Scale<C>(exponent_above<C>(amax[segment]),
+    const int second = second_amax != nullptr ? exponent_above<C>(second_amax[segment]) : 0;
+    return Scale<C>(exponent_above<C>(amax[segment]) + second,
                     headrooms != nullptr ? headrooms[segment] : headroom);
   }
 };
