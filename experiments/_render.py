@@ -95,6 +95,27 @@ def resample_times(result: Result) -> str:
     return table((*header, "truncdet, ms", "truncdet / atomics", *tail), rows)
 
 
+def sampling_times(result: Result) -> str:
+    """Backward of grid_sample and ms_deform_attn, by the fastest native kernel at hand."""
+    rows = []
+    for row in result.get("sampling", []):
+        native, ours = row["native"][row["native_name"]], row["truncdet"]
+        times = [_number(side["backward_ms"], 3) for side in (native, ours)]
+        others = (
+            f"{name} {_number(side['backward_ms'], 1)}"
+            for name, side in row["native"].items()
+            if name != row["native_name"]
+        )
+        bits = " / ".join(_yes(side["bits_equal"]) for side in (native, ours))
+        peaks = [_mib(side["backward_peak_bytes"]) for side in (native, ours)]
+        ratio, limit = _number(row["ratio"], 2), f"{row['limit']:.2f}"
+        cells = [row["name"], row["native_name"], *times, ratio, limit]
+        rows.append([*cells, ", ".join(others) or "-", *peaks, bits])
+    header = ("backward, float32", "native", "native, ms", "truncdet, ms", "ratio", "limit")
+    peaks_of = ("peak, native, MiB", "truncdet, MiB")
+    return table((*header, "others, ms", *peaks_of, "bits repeat"), rows)
+
+
 def train_step(result: Result) -> str:
     """A training step of Mask R-CNN, plain and patched."""
     return _trainings("precision", result)
@@ -168,6 +189,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "overhead_details": ("overhead", overhead_details),
     "scatter": ("overhead", scatter_times),
     "resample": ("overhead", resample_times),
+    "sampling": ("overhead", sampling_times),
     "train_step": ("train_step", train_step),
     "frameworks": ("frameworks", frameworks),
 }

@@ -1,4 +1,4 @@
-"""RoIAlign and scatter: what repeatability costs, beside torchvision's and PyTorch's own kernels.
+"""RoIAlign, scatter and sampling: what repeatability costs, beside the kernels in common use.
 
     python experiments/overhead.py                              # on a GPU, under a minute
     python experiments/overhead.py --device cpu --size tiny     # does everything run?
@@ -21,10 +21,12 @@ import _measure as measure
 import torch
 from _checks import Check, at_most, conclude, holds
 from _environment import RESULTS, describe, pick_device, write_result
-from _render import overhead_details, overhead_times, resample_times, scatter_times
+from _render import overhead_details, overhead_times, resample_times, sampling_times, scatter_times
 from _resample_section import CASES as RESAMPLE_CASES
 from _resample_section import check_resample, measure_resample
 from _roi_cases import CASES, FORWARD_LIMIT, Calls, Case
+from _sampling_section import CASES as SAMPLING_CASES
+from _sampling_section import check_sampling, measure_sampling
 from _scatter_section import CASES as SCATTER_CASES
 from _scatter_section import check_scatter, measure_scatter
 
@@ -124,8 +126,14 @@ def main(arguments: Sequence[str]) -> int:
         result["resample"].append(measured)
         checks += check_resample(measured, with_limits)
         print(f"measured {resample.operator}", file=sys.stderr, flush=True)
+    result["sampling"] = []
+    for sampling in SAMPLING_CASES:
+        sampled = measure_sampling(sampling.tiny() if tiny else sampling, device, repeats)
+        result["sampling"].append(sampled)
+        checks += check_sampling(sampled, with_limits)
+        print(f"measured {sampled['name']}", file=sys.stderr, flush=True)
     result["checks"] = checks
-    for table in (overhead_times, overhead_details, scatter_times, resample_times):
+    for table in (overhead_times, overhead_details, scatter_times, resample_times, sampling_times):
         print(table(result), end="\n\n")
     folder = options.out or (None if tiny else RESULTS)
     if folder is not None:

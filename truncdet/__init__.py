@@ -18,11 +18,13 @@ from truncdet._dynamic_scatter import dynamic_scatter as dynamic_scatter
 from truncdet._embedding import embedding as embedding
 from truncdet._embedding_bag import embedding_bag as embedding_bag
 from truncdet._errors import TruncdetError as TruncdetError
+from truncdet._grid_sample import grid_sample as grid_sample
 from truncdet._histogram import bincount as bincount
 from truncdet._histogram import histc as histc
 from truncdet._index_put import index_put as index_put
 from truncdet._interpolate import Upsample as Upsample
 from truncdet._interpolate import interpolate as interpolate
+from truncdet._ms_deform_attn import ms_deform_attn as ms_deform_attn
 from truncdet._roi_align import RoIAlign as RoIAlign
 from truncdet._roi_align import roi_align as roi_align
 from truncdet._scatter import index_add as index_add

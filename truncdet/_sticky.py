@@ -19,6 +19,7 @@ OPERATORS = {
     1: "roi_align",
     2: "scatter_add",
     4: "index_add",
+    1 << 12: "ms_deform_attn",
     GATHER: "gather",
     INDEX_SELECT: "index_select",
     INDEX_PUT: "index_put",

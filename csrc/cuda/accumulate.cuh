@@ -78,17 +78,18 @@ struct Accumulator {
 
 // Where the scale of a segment comes from: statistics on the device, and a head-room that is either
 // the host's (`headroom`) or counted on the device as well (`headrooms`, one a segment). Where
-// contributions are products, `factor_amax` is the largest magnitude of all second factors.
+// contributions are products, `second_amax` is that of the second factors.
 template <class C>
 struct ScaleSource {
   const typename Format<C>::Word* amax;
   int headroom;
   const int32_t* headrooms = nullptr;
-  const typename Format<C>::Word* factor_amax = nullptr;
+  // Of a second factor, where contributions are of products: exponents of factors add up.
+  const typename Format<C>::Word* second_amax = nullptr;
 
   __device__ __forceinline__ Scale<C> operator()(int64_t segment) const {
-    const int factor = factor_amax != nullptr ? exponent_above<C>(*factor_amax) : 0;
-    return Scale<C>(exponent_above<C>(amax[segment]) + factor,
+    const int second = second_amax != nullptr ? exponent_above<C>(second_amax[segment]) : 0;
+    return Scale<C>(exponent_above<C>(amax[segment]) + second,
                     headrooms != nullptr ? headrooms[segment] : headroom);
   }
 };

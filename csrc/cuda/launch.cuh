@@ -39,7 +39,12 @@ inline cudaStream_t current_stream(const Tensor& tensor) {
 using torch::stable::accelerator::DeviceGuard;
 
 // Which operator met an out-of-range index; one bit each in the sticky word.
-enum StickyBit : unsigned { kStickyRoiAlign = 1u, kStickyScatterAdd = 2u, kStickyIndexAdd = 4u };
+enum StickyBit : unsigned {
+  kStickyRoiAlign = 1u,
+  kStickyScatterAdd = 2u,
+  kStickyIndexAdd = 4u,
+  kStickyMsDeformAttn = 1u << 12,
+};
 
 // A word in pinned host memory that every device can write. Allocated on first use, also while a
 // stream is being captured.
