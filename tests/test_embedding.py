@@ -4,7 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scatter_cases import each_dtype, random_floats, random_index
-from scatter_group import CANCELLING_300, assert_compiles, assert_gradients, assert_same_as, orders
+from scatter_group import (
+    CANCELLING_300,
+    assert_compiles,
+    assert_gradients,
+    assert_same_as,
+    orders,
+    outputs_and_gradients,
+)
 
 from truncdet import TruncdetError, _sticky, embedding, embedding_bag, index_add
 from truncdet._accumulate_rows import accumulate_rows_reference
@@ -31,6 +38,11 @@ def test_embedding_is_torchs(device, padding_idx, scale):
         def through(op, index=index):
             return lambda x: op(index, x, padding_idx, scale_grad_by_freq=scale)
 
+        if index.numel() == 0 and scale and device.type == "cuda":
+            # PyTorch's own kernel (2.11) is launched with no blocks here, which is an error.
+            out, grad = outputs_and_gradients(through(embedding), table)
+            assert out.shape == (*shape, 4) and not grad.any()
+            continue
         assert_same_as(through(embedding), through(F.embedding), table)
 
 
