@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import sys
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +12,12 @@ from truncdet.integrations._conversion import Change, Left
 from truncdet.integrations._conversion import Conversion as Conversion
 from truncdet.integrations._layers import KINDS, Kind, kind_of, source_of
 from truncdet.integrations._patch import Patch, Plan
+from truncdet.integrations._precise import convertible
 from truncdet.integrations._precision import keep_rois
 from truncdet.integrations._roi import Recipe, recipe
-from truncdet.integrations._swap import NOTICES, Swap, make_swap, swap_of
+from truncdet.integrations._swap import NOTICES, SubclassError, Swap, make_swap, swap_of
+
+from truncdet._errors import TruncdetError
 
 # Layers whose CUDA kernels add floats with atomics, by framework; found by class name.
 _HOLES = {
@@ -23,7 +27,6 @@ _HOLES = {
     "MultiScaleDeformableAttention CARAFENaive DynamicScatter",
     "detectron2": "ROIAlignRotated DeformConv ModulatedDeformConv",
 }
-_EXTRACTOR = ("mmdet.models.roi_heads.roi_extractors.base_roi_extractor", "BaseRoIExtractor")
 
 
 def convert(
@@ -109,16 +112,32 @@ class _Findings:
             return
         new = original
         if self.wanted.mode != "off":
-            new = make_swap(original, kind.mixin, self.wanted, source_of(layer, kind)).converted
+            try:
+                new = make_swap(original, kind.mixin, self.wanted, source_of(layer, kind)).converted
+            except SubclassError as error:
+                self.skipped.append(Left(name, str(error), _class_name(original)))
+                return
         self.swaps.append((layer, kind, new))
         self.changed.append(Change(name, _label(was), _label(self.wanted), _class_name(original)))
 
     def apply(self, model: nn.Module) -> Conversion:
-        for layer, _, new in self.swaps:
-            layer.__class__ = new
+        # After an exception, such as that of a class which will not let go of its layers, the exit
+        # of this block undoes what was done.
+        with ExitStack() as undo:
+            for layer, _, new in self.swaps:
+                was = type(layer)
+                layer.__class__ = new
+                undo.callback(setattr, layer, "__class__", was)
+            for module in model.modules():
+                _save_hooks(module, undo)
+                if self.wanted.mode == "off":
+                    _forget_check(module)
+            precise = tuple(
+                name for name, module in model.named_modules() if _keep_precision(module)
+            )
+            undo.pop_all()
         if self.swaps:
             NOTICES.forget()
-        precise = tuple(name for name, module in model.named_modules() if _keep_precision(module))
         return Conversion(
             tuple(self.changed), tuple(self.skipped), tuple(self.not_covered), precise
         )
@@ -142,6 +161,44 @@ def _is_hole(module: nn.Module) -> bool:
     )
 
 
+def check_layers(module: nn.Module, args: object) -> None:
+    """A forward pre-hook of modules that were promised to stay converted; 'off' removes it.
+
+    Raises:
+        TruncdetError: if none of the module's RoI layers is converted, or some are not.
+    """
+    layers = [(layer, kind_of(layer)) for layer in module.modules()]
+    converted = any(swap_of(layer) is not None for layer, _ in layers)
+    plain = {
+        type(layer).__name__
+        for layer, kind in layers
+        if kind and swap_of(layer) is None and _why_not(layer, type(layer), kind) is None
+    }
+    if plain or not converted:
+        found = ", ".join(sorted(plain)) or "none that is"
+        raise TruncdetError(
+            f"{type(module).__name__}: RoI layers must be those that were made deterministic when "
+            f"it was constructed, got {found}: they were replaced since; build them before the "
+            "constructor of the base class returns, or use truncdet.convert on the finished model"
+        )
+
+
+def _forget_check(module: nn.Module) -> None:
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook is check_layers]:
+        del hooks[key]
+
+
+def _save_hooks(module: nn.Module, undo: ExitStack) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):
+        undo.callback(_put_back, hooks, dict(hooks))
+
+
+def _put_back(found: dict[Any, Any], before: dict[Any, Any]) -> None:
+    found.clear()
+    found.update(before)
+
+
 def _scripted_layer(module: nn.Module) -> bool:
     names = {kind.name for kind in KINDS}
     return isinstance(module, torch.jit.ScriptModule) and module.original_name in names
@@ -150,13 +207,10 @@ def _scripted_layer(module: nn.Module) -> bool:
 def _keep_precision(module: nn.Module) -> bool:
     """Brings the hook of an mmdet extractor in line with its layers; returns whether it has one.
 
-    Only where all layers are converted: any other kernel needs boxes of the features' type.
+    Only where all layers are converted, since any other kernel needs boxes of the features' type,
+    and where the forward is SingleRoIExtractor's: another one may need what it casts elsewhere.
     """
-    extractor = getattr(sys.modules.get(_EXTRACTOR[0]), _EXTRACTOR[1], None)
-    if extractor is None or not isinstance(module, extractor):
-        return False
-    layers = list(module.roi_layers.children())
-    wanted = bool(layers) and all(swap_of(layer) is not None for layer in layers)
+    wanted = convertible(module)
     # By value: a copied or unpickled extractor has the hook but nobody its handle.
     present = [key for key, hook in module._forward_pre_hooks.items() if hook is keep_rois]
     if wanted and not present:

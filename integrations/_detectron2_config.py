@@ -3,6 +3,9 @@
 yacs refuses an unknown key without saying which ones there are, so the node lets a file add any
 key, and `read` answers with the list. (A key from the command line that is not there stays yacs's
 own error: it asks for existing keys whatever a node allows.)
+
+yacs lets a value replace one of its own type only, and STRICT may be a bool or a word. Its default
+is None, which yacs lets anything replace.
 """
 
 from __future__ import annotations
@@ -10,17 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from truncdet.integrations._roi import checked
-
-from truncdet import _strict
+from truncdet.integrations._roi import MODES
 
 NODE = "MODEL.TRUNCDET"
 DEFAULTS: dict[str, Any] = {
     "ENABLED": False,
     "MODE": "fixed_point",
-    "STRICT": False,
+    "STRICT": None,
     "LITERAL": False,
 }
+_STRICT: dict[object, bool | str] = {"off": False, "warn": "warn", "raise": True, None: False}
 _ME = "truncdet.integrations.detectron2"
 
 
@@ -37,8 +39,10 @@ class Settings:
 def add_truncdet_config(cfg: Any) -> None:
     """Adds the node MODEL.TRUNCDET to a config, before files and command line are merged into it.
 
-    Its keys are ENABLED (False), MODE ('fixed_point'), STRICT (False) and LITERAL (False). Values
-    that the node already has are kept.
+    Its keys are ENABLED (False), MODE ('fixed_point'), STRICT (None, which is off) and LITERAL
+    (False). STRICT may be 'off', 'warn', 'raise', or False or True for 'off' and 'raise'; once a
+    file has set it to a word, the command line can only set words, and truth values after a truth
+    value, as yacs wants it. Values that the node already has are kept.
 
     Example:
         >>> from detectron2.config import get_cfg
@@ -54,16 +58,23 @@ def add_truncdet_config(cfg: Any) -> None:
             `TruncdetHook(mode=...)` with the trainer, or call `truncdet.convert(model)`.
 
     Raises:
-        TypeError: cfg is not a CfgNode.
+        TypeError: cfg is not a CfgNode, or its MODEL.TRUNCDET is something else.
+        ValueError: cfg is frozen, or has no MODEL.
     """
     from detectron2.config import CfgNode
 
     model = _model_node(cfg, "add_truncdet_config")
-    if "TRUNCDET" not in model:
-        model.TRUNCDET = CfgNode(new_allowed=True)
-    for key, value in DEFAULTS.items():
-        if key not in model.TRUNCDET:
-            setattr(model.TRUNCDET, key, value)
+    node = _truncdet_node(model, "add_truncdet_config")
+    missing = [key for key in DEFAULTS if node is None or key not in node]
+    if missing and (model.is_frozen() or (node is not None and node.is_frozen())):
+        raise ValueError(
+            f"{_ME}.add_truncdet_config: cfg must not be frozen, got one that is; call it before "
+            "cfg.freeze(), or cfg.defrost() first"
+        )
+    if node is None:
+        node = model.TRUNCDET = CfgNode(new_allowed=True)
+    for key in missing:
+        setattr(node, key, DEFAULTS[key])
 
 
 def read(cfg: Any, where: str) -> Settings:
@@ -73,7 +84,7 @@ def read(cfg: Any, where: str) -> Settings:
         cfg: a config after `add_truncdet_config`.
         where: the public function that asks, for messages.
     """
-    node = _model_node(cfg, where).get("TRUNCDET")
+    node = _truncdet_node(_model_node(cfg, where), where)
     if node is None:
         raise ValueError(
             f"{_ME}.{where}: cfg must have {NODE}, got none; call add_truncdet_config(cfg) first"
@@ -90,11 +101,22 @@ def read(cfg: Any, where: str) -> Settings:
             raise ValueError(
                 f"{_ME}.{where}: cfg.{NODE}.{key} must be True or False, got {found[key]!r}"
             )
-    check_literal(found["LITERAL"], found["MODE"], f"{_ME}.{where}")
+    mode, strict = found["MODE"], found["STRICT"]
+    if mode not in MODES:
+        why = "" if mode != "snap" else ": RoIAlign's contributions have fractional weights"
+        raise ValueError(
+            f"{_ME}.{where}: cfg.{NODE}.MODE must be one of {', '.join(MODES)}, got {mode!r}{why}"
+        )
+    if not isinstance(strict, bool) and strict not in tuple(_STRICT):
+        raise ValueError(
+            f"{_ME}.{where}: cfg.{NODE}.STRICT must be off, warn, raise, True or False, "
+            f"got {strict!r}"
+        )
+    check_literal(found["LITERAL"], mode, f"{_ME}.{where}")
     return Settings(
         enabled=found["ENABLED"],
-        mode=checked(found["MODE"], f"{_ME}.{where}"),
-        strict=_strict.check_level(found["STRICT"], f"{_ME}.{where}"),
+        mode=mode,
+        strict=strict if isinstance(strict, bool) else _STRICT[strict],
         literal=found["LITERAL"],
     )
 
@@ -115,4 +137,23 @@ def _model_node(cfg: Any, where: str) -> Any:
             f"{_ME}.{where}: cfg must be a detectron2 CfgNode, got {type(cfg).__name__}; with a "
             "LazyConfig register a TruncdetHook(mode=...) or call truncdet.convert(model)"
         )
-    return cfg.MODEL
+    model = cfg.get("MODEL")
+    if not isinstance(model, CfgNode):
+        raise ValueError(
+            f"{_ME}.{where}: cfg must have a node MODEL, as get_cfg() has, got "
+            f"{'none' if model is None else repr(model)}"
+        )
+    return model
+
+
+def _truncdet_node(model: Any, where: str) -> Any:
+    """Returns the node, None if there is none."""
+    from detectron2.config import CfgNode
+
+    node = model.get("TRUNCDET")
+    if "TRUNCDET" in model and not isinstance(node, CfgNode):
+        raise TypeError(
+            f"{_ME}.{where}: cfg.{NODE} must be a node with the keys {', '.join(DEFAULTS)}, "
+            f"got {node!r}; its ENABLED says whether the hook acts"
+        )
+    return node

@@ -20,6 +20,7 @@ from truncdet._switch import Hold
 # detectron2 sends its own loggers to the screen and to log.txt; this one is their child.
 _logger = logging.getLogger("detectron2.truncdet")
 _ME = "truncdet.integrations.detectron2"
+_KEYS = ("mode", "strict", "literal", "seed", "verbose")
 _PARTS = ("torchvision", "detectron2")
 
 
@@ -45,10 +46,11 @@ class TruncdetHook(HookBase):  # type: ignore[misc]
         seed: cfg.SEED. If the generators are not seeded with it (plus the rank, as
             `default_setup` does), they are at the start of the training. None seeds nothing.
         verbose: log the status table and the notes in the main process.
+        unknown: any other argument is an error that lists these.
 
     Raises:
-        ValueError: an unknown mode or level, or literal without 'truncate'.
-        TypeError: a seed that is not an integer.
+        ValueError: an unknown argument, mode or level, or literal without 'truncate'.
+        TypeError: a value of a wrong type.
     """
 
     def __init__(
@@ -59,10 +61,16 @@ class TruncdetHook(HookBase):  # type: ignore[misc]
         literal: bool = False,
         seed: int | None = None,
         verbose: bool = True,
+        **unknown: object,
     ) -> None:
         where = f"{_ME}.TruncdetHook"
+        for key in unknown:
+            raise ValueError(f"{where}: arguments must be among {', '.join(_KEYS)}, got {key!r}")
         self.mode = checked(mode, where)
         self.strict = _strict.check_level(strict, where)
+        for name, value in (("literal", literal), ("verbose", verbose)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{where}: {name} must be True or False, got {value!r}")
         self.literal, self.verbose = literal, verbose
         self.seed = None if seed is None else _seed.check_seed(seed, where)
         check_literal(literal, mode, where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from mmengine.hooks import Hook
@@ -63,8 +64,14 @@ class TruncdetHook(Hook):  # type: ignore[misc]
         check_keys(unknown, _KEYS, _WHO)
         self.mode, self.literal = check_recipe(mode, literal, _WHO)
         self.strict = _strict.check_level(strict, _WHO)
+        if not isinstance(verbose, bool):
+            raise TypeError(f"{_WHO}: verbose must be True or False, got {verbose!r}")
         self.verbose = verbose
         self._scope: Hold | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy has: everything but the open scope, which is this object's to end."""
+        return {**vars(self), "_scope": None}
 
     def before_run(self, runner: Any) -> None:
         """Swaps the layers and opens the scope; after an exception the scope is closed again."""
@@ -101,15 +108,26 @@ class TruncdetHook(Hook):  # type: ignore[misc]
         """Records version, mode, literal and strict: plain values, which any loader reads."""
         if self.mode != "off":
             settings = {"version": truncdet.__version__, **self._settings()}
-            checkpoint.setdefault("meta", {})["truncdet"] = settings
+            if checkpoint.get("meta") is None:
+                checkpoint["meta"] = {}
+            if isinstance(checkpoint["meta"], MutableMapping):
+                checkpoint["meta"]["truncdet"] = settings
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Warns where a run is resumed with other settings than it began with."""
         if self.mode == "off" or not getattr(runner, "_resume", False):
             return
-        found = checkpoint.get("meta", {}).get("truncdet", {"mode": "off"})
+        meta = checkpoint.get("meta")
+        found = meta.get("truncdet") if isinstance(meta, Mapping) else None
+        found = {"mode": "off"} if found is None else found  # it was written without us
+        if not isinstance(found, Mapping):
+            runner.logger.warning(
+                f"truncdet: the checkpoint's meta['truncdet'] must be a dict, got {found!r}: "
+                "whether this run continues the bits of that one is unknown"
+            )
+            return
         mine = self._settings()
-        odd = {key: found[key] for key in found if key in mine and found[key] != mine[key]}
+        odd = {key: found[key] for key in mine if key in found and not _same(found[key], mine[key])}
         if odd:
             runner.logger.warning(
                 f"truncdet: the checkpoint was written with {odd}, this run has "
@@ -119,6 +137,11 @@ class TruncdetHook(Hook):  # type: ignore[misc]
 
     def _settings(self) -> dict[str, Any]:
         return {"mode": self.mode, "literal": self.literal, "strict": self.strict}
+
+
+def _same(found: object, mine: object) -> bool:
+    # By type first: comparing whatever a file holds, an array for example, may have no truth value.
+    return type(found) is type(mine) and found == mine
 
 
 def _seed_hashes(seed: int, scope: Hold) -> None:

@@ -8,9 +8,13 @@ from truncdet.integrations._roi import checked
 
 
 def check_keys(found: Iterable[object], known: tuple[str, ...], where: str) -> None:
-    """Raises ValueError listing the known keys if there is another one."""
+    """Raises ValueError listing the known keys if there is another one.
+
+    mmengine's `_delete_`, which tells a config to drop what it inherits, stays in it where there
+    was nothing to drop; it says nothing to us.
+    """
     for key in found:
-        if key not in known:
+        if key not in known and key != "_delete_":
             raise ValueError(f"{where}: keys must be among {', '.join(known)}, got {key!r}")
 
 

@@ -1,20 +1,19 @@
 """mmdet's patch: that of mmcv, whose operator it uses, and boxes that keep their precision.
 
 `SingleRoIExtractor.forward` casts the RoIs to the features' type, which under autocast rounds
-coordinates to half. The call of an extractor hands it boxes that such a cast leaves alone.
+coordinates to half. It is handed boxes that such a cast leaves alone, if all that it does with them
+is known: its own methods map and rescale them, and layers that this patch covers pool them.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from truncdet.integrations import mmcv
 from truncdet.integrations._patch import Patch, Plan, Site
-from truncdet.integrations._precision import keep_rois
+from truncdet.integrations._precise import precise_forward
 from truncdet.integrations._roi import OFF, Recipe, recipe
 
 TESTED = ((3, 3), (3, 4))
@@ -22,7 +21,7 @@ TESTED_MMENGINE = ((0, 10), (0, 11))
 
 _ME = "truncdet.integrations.mmdet"
 _OWNER = "mmdet"
-_BASE = "mmdet.models.roi_heads.roi_extractors.base_roi_extractor"
+_SINGLE = "mmdet.models.roi_heads.roi_extractors.single_level_roi_extractor"
 
 
 def patch(
@@ -118,18 +117,8 @@ def mode() -> str:
 
 
 def _plan(chosen: Recipe) -> Plan:
-    return Plan((Site(_BASE, "BaseRoIExtractor.__call__", _precise_call()),))
-
-
-@functools.cache
-def _precise_call() -> Any:
-    base = vars(importlib.import_module(_BASE))["BaseRoIExtractor"]
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        args, kwargs = keep_rois(self, args, kwargs) or (args, kwargs)
-        return super(base, self).__call__(*args, **kwargs)
-
-    return __call__
+    original = vars(vars(importlib.import_module(_SINGLE))["SingleRoIExtractor"])["forward"]
+    return Plan((Site(_SINGLE, "SingleRoIExtractor.forward", precise_forward(original)),))
 
 
 _PATCH = Patch(_ME, "mmdet", TESTED, _plan, off=OFF)

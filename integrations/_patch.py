@@ -40,6 +40,14 @@ def parse_version(text: str) -> Version:
     return tuple(int(part) for part in match.group().split("."))
 
 
+def _within(version: str | None, low: Version, high: Version) -> bool:
+    """Returns whether a version is in a range; one that has no numbers is not."""
+    try:
+        return version is not None and low <= parse_version(version) < high
+    except ValueError:
+        return False
+
+
 def untested_allowed(argument: bool) -> bool:
     """Returns whether untested versions may be patched: by argument or TRUNCDET_ALLOW_UNTESTED."""
     value = os.environ.get(_ENV, "0")
@@ -73,22 +81,28 @@ class Patch(Generic[Mode]):
         self._applied = Applied()
         self.lock = threading.RLock()
 
-    def version(self) -> str:
-        """Returns the version of the package, imported if it is not yet."""
+    def version(self) -> str | None:
+        """Returns the version of the package, imported if it is not yet; None if it has none."""
         module = importlib.import_module(self.package)
         found = getattr(module, "__version__", None)
-        return str(found) if found else importlib.metadata.version(self.package)
+        if found:
+            return str(found)
+        try:
+            return importlib.metadata.version(self.package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
 
     def check_version(self, allow_untested: bool = False) -> None:
         """Raises TruncdetError outside the tested range, unless that is allowed."""
         allowed = untested_allowed(allow_untested)
         found = self.version()
         low, high = self.tested
-        if not low <= parse_version(found) < high and not allowed:
+        if not _within(found, low, high) and not allowed:
             low_text, high_text = (".".join(map(str, v)) for v in self.tested)
             raise TruncdetError(
                 f"{self.name}: {self.package} must be >= {low_text} and < {high_text}, the tested "
-                f"range, got {found}; allow_untested=True or {_ENV}=1 patches it all the same"
+                f"range, got {found or 'no version'}; allow_untested=True or {_ENV}=1 patches it "
+                "all the same"
             )
 
     def apply(self, mode: Mode, *, allow_untested: bool = False) -> None:

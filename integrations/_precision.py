@@ -4,18 +4,18 @@ Under autocast the features are half precision, and mmdet's extractors and detec
 cast the boxes to the features' type before they pool: past 2048 pixels half moves boxes in steps
 of two. truncdet takes boxes in float32 beside features of any type, so nothing needs that cast.
 Instead of rewriting other people's forwards, the boxes enter them as a Tensor subclass for which
-casts to a narrower type only copy. What is computed from boxes alone (rows, columns, rescaled
-boxes) keeps that property; what anything else takes part in is an ordinary tensor again.
+casts to a narrower type only copy. They are for forwards whose every line is known, and for layers
+that take such boxes: rows picked out of them keep that property, whatever else is computed is an
+ordinary tensor of the boxes' own type.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.overrides
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
@@ -23,8 +23,8 @@ _KEPT = (torch.float32, torch.float64)
 _CASTS = frozenset(
     (Tensor.to, Tensor.type, Tensor.type_as, Tensor.half, Tensor.bfloat16, Tensor.float)
 )
-# `_base` and `grad` belong to autograd: wrapped, every base would be a view with a base of its own.
-_UNWRAPPED = frozenset(torch.overrides.get_default_nowrap_functions())
+# Where truncdet computes RoIAlign itself; elsewhere the original needs boxes that are cast.
+DEVICES = ("cpu", "cuda", "meta")
 _FEATURES, _BOXES = ("input", "feats", "x"), ("rois", "boxes")
 _jit: Any = torch.jit
 
@@ -49,9 +49,11 @@ class PreciseBoxes(Tensor):
             if func in _CASTS and isinstance(args[0], PreciseBoxes):
                 return _kept(_cast(func, *args, **kwargs))
             result = func(*args, **kwargs)
-            if func in _UNWRAPPED or not _from_boxes_alone((args, kwargs)):
-                return result
-            return _kept(result)
+            # Rows; columns are on their way to something else, and so is what is looked up in
+            # another tensor with boxes for an index.
+            if func is Tensor.__getitem__ and isinstance(args[0], PreciseBoxes):
+                return _kept(result) if result.dim() == 2 else result
+            return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return keep_precision(copy.deepcopy(plain(self), memo))
@@ -115,20 +117,32 @@ def keep_rois(
     Returns:
         The arguments with the boxes as `PreciseBoxes`, or None where they can stay as they are.
     """
+    if not would_round(args, kwargs):
+        return None
+    if len(args) > 1:
+        return (args[0], keep_precision(args[1]), *args[2:]), kwargs
+    name = next(name for name in _BOXES if name in kwargs)
+    return args, {**kwargs, name: keep_precision(kwargs[name])}
+
+
+def would_round(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether `keep_rois` acts on these arguments.
+
+    Example:
+        >>> would_round((torch.zeros(1).half(), torch.zeros(0, 5)), {})
+        True
+    """
     features = args[0] if args else _named(kwargs, _FEATURES)
     if isinstance(features, Sequence):
         features = features[0] if features else None
     boxes = args[1] if len(args) > 1 else _named(kwargs, _BOXES)
     if not isinstance(features, Tensor) or not isinstance(boxes, Tensor):
-        return None
+        return False
     if boxes.dtype not in _KEPT or not _narrower(features.dtype, boxes.dtype):
-        return None
-    if _jit.is_tracing() or torch.compiler.is_exporting():
-        return None
-    if len(args) > 1:
-        return (args[0], keep_precision(boxes), *args[2:]), kwargs
-    name = next(name for name in _BOXES if name in kwargs)
-    return args, {**kwargs, name: keep_precision(boxes)}
+        return False
+    if features.device.type not in DEVICES:
+        return False
+    return not (_jit.is_tracing() or torch.compiler.is_exporting())
 
 
 @_disable_dynamo
@@ -154,33 +168,7 @@ def _cast(func: Any, boxes: Tensor, *args: Any, **kwargs: Any) -> Any:
     return boxes.to(wanted.device, copy=True)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def _from_boxes_alone(arguments: Any) -> bool:
-    boxes, others = False, False
-    for tensor in _tensors(arguments):
-        # In this order: boxes are always floating, and asking them would lead back to here.
-        if isinstance(tensor, PreciseBoxes):
-            boxes = True
-        elif tensor.is_floating_point():
-            others = True
-    return boxes and not others
-
-
 def _kept(result: Any) -> Any:
-    """Rows and columns of boxes; what has more dimensions was meant to be something else."""
-    if isinstance(result, PreciseBoxes):
+    if isinstance(result, PreciseBoxes) or not isinstance(result, Tensor):
         return result
-    if isinstance(result, Tensor):
-        return keep_precision(result) if result.dim() <= 2 else result
-    if type(result) in (list, tuple):
-        return type(result)(_kept(item) for item in result)
-    return result
+    return keep_precision(result)

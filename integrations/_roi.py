@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor
-from truncdet.integrations._precision import PreciseBoxes, plain
+from truncdet.integrations._precision import DEVICES, PreciseBoxes, plain
 
 import truncdet
 from truncdet._mode import check_mode
@@ -151,7 +151,7 @@ def declined(input: object, boxes: object) -> str | None:
         return ""
     if _jit.is_tracing():
         return "torch.jit.trace"
-    if input.device.type not in ("cpu", "cuda", "meta"):
+    if input.device.type not in DEVICES:
         return f"device {input.device.type}"
     return None
 

@@ -29,6 +29,10 @@ NOTICES = Notices(
 _PREFIX = {"fixed_point": "FixedPoint", "truncate": "Truncate"}
 
 
+class SubclassError(TypeError):
+    """A layer's class refuses subclasses, so its layers cannot be converted."""
+
+
 class _Convertible:
     """What all classes made here share; stands before the framework's class in their bases.
 
@@ -140,7 +144,12 @@ def make_swap(original: type, mixin: Any, recipe: Recipe, source: str) -> Swap:
 
 def _subclass(name: str, mixin: type, original: type) -> type:
     members = {"__module__": __name__, "__doc__": original.__doc__}
-    return type(original)(name, (mixin, original), members)
+    try:
+        return type(original)(name, (mixin, original), members)
+    except Exception as error:  # an __init_subclass__ or a metaclass may raise anything
+        raise SubclassError(
+            f"its class cannot be subclassed: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _original(source: str) -> Function:

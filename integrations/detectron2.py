@@ -3,8 +3,8 @@
 Two layers. Names: detectron2's `roi_align` is torchvision's function under names of its own; every
 module global under `detectron2` that is this function becomes ours, so layers built before and
 after the patch both use it. Precision: `ROIAlign.forward` casts RoIs to the features' type, which
-under autocast rounds coordinates to half; the call of the layer hands it boxes that such a cast
-leaves alone.
+under autocast rounds coordinates to half; the call of the layer hands that forward, and no other,
+boxes that such a cast leaves alone.
 
 Importing this module does not import detectron2; `TruncdetHook`, whose base class is detectron2's,
 is made when it is asked for. Users of LazyConfig have `TruncdetHook` too, or `truncdet.convert` for
@@ -20,10 +20,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from truncdet.integrations import torchvision
 from truncdet.integrations._detectron2_config import add_truncdet_config as add_truncdet_config
 from truncdet.integrations._patch import Patch, Plan, Site, sites_of
-from truncdet.integrations._precision import keep_rois
+from truncdet.integrations._precise import inherits
+from truncdet.integrations._precision import keep_rois, would_round
 from truncdet.integrations._roi import (
     OFF,
     Notices,
@@ -204,13 +206,35 @@ def _replacement() -> Any:
 
 @functools.cache
 def _precise_call() -> Any:
-    base = vars(sys.modules[_LAYER])["ROIAlign"]
+    # Both found here: the compiler looks into the call, and past the cache of `_replacement`.
+    base, replacement = vars(sys.modules[_LAYER])["ROIAlign"], _replacement()
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        args, kwargs = keep_rois(self, args, kwargs) or (args, kwargs)
+        # A forward of somebody else may use the boxes it casts for anything.
+        if inherits(self, base, "forward") and would_round(args, kwargs):
+            if torch.compiler.is_compiling() and is_patched() and not _has_hooks(self):
+                return pooled(self, *args, **kwargs)
+            args, kwargs = keep_rois(self, args, kwargs) or (args, kwargs)
         return super(base, self).__call__(*args, **kwargs)
 
+    def pooled(self: Any, input: Any, rois: Any) -> Any:
+        # What the layer's forward does but for the cast: the compiler cannot follow boxes that
+        # only pretend to be cast, and would break the graph.
+        assert rois.dim() == 2 and rois.size(1) == 5
+        return replacement(
+            input,
+            rois,
+            self.output_size,
+            self.spatial_scale,
+            self.sampling_ratio,
+            self.aligned,
+        )
+
     return __call__
+
+
+def _has_hooks(module: Any) -> bool:
+    return bool(module._forward_pre_hooks or module._forward_hooks or module._backward_hooks)
 
 
 _PATCH: Patch[Recipe] = Patch(_ME, "detectron2", TESTED, _plan, off=OFF)

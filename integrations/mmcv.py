@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
 from truncdet.integrations._claims import Claims
+from truncdet.integrations._original import check_original
 from truncdet.integrations._patch import Patch, Plan, Site, sites_of
 from truncdet.integrations._roi import (
     OFF,
@@ -62,7 +65,8 @@ def patch(
 
     Raises:
         ValueError: for 'snap', for unknown modes, and for `literal` in another mode.
-        TruncdetError: outside the tested range; nothing is changed then.
+        TruncdetError: outside the tested range, or if somebody else has replaced mmcv's
+            roi_align; nothing is changed then.
     """
     chosen = recipe(mode, literal, f"{_ME}.patch")
     CLAIMS.set("mmcv", chosen, allow_untested=allow_untested)
@@ -122,15 +126,15 @@ def mode() -> str:
 def _plan(chosen: Recipe) -> Plan:
     module = vars(importlib.import_module(_OPS))
     replacement = _replacement()
-    original = replacement.__wrapped__
+    check_original(_OPS, _is_original, replacement, _ME)
     _FUNCTIONS[chosen] = (
-        make_function(from_mmcv(original), chosen),
+        make_function(from_mmcv(replacement.__wrapped__), chosen),
         make_function(from_torchvision(_torchvision), chosen),
     )
     _NOTICES.forget()
     return Plan(
         (
-            *sites_of(original, replacement),
+            *(site for held in _held() for site in sites_of(held, replacement)),
             Site(_OPS, "RoIAlignFunction.apply", _apply(module["RoIAlignFunction"], replacement)),
             Site(_OPS, "RoIAlign.forward", _forward(vars(module["RoIAlign"])["forward"])),
         )
@@ -141,7 +145,10 @@ def _plan(chosen: Recipe) -> Plan:
 def _replacement() -> Any:
     """The one function that takes the place of `roi_align`; it obeys the mode in force when it is
     called, so a reference taken while patched turns into the original after `unpatch`."""
-    original = vars(importlib.import_module(_OPS))["roi_align"]
+    # Whatever stands in for it just now: `roi_align` is this method, bound to its class. Past a
+    # patched `apply`, which is an attribute of that class alone.
+    layer = vars(importlib.import_module(_OPS))["RoIAlignFunction"]
+    original = super(layer, layer).apply
 
     def roi_align(
         input: Any,
@@ -166,6 +173,22 @@ def _replacement() -> Any:
     # By this name it is found again: what is pickled while patched loads without us.
     roi_align.__module__, roi_align.__qualname__ = _OPS, "roi_align"
     return roi_align
+
+
+def _is_original(found: Any) -> bool:
+    layer = vars(sys.modules[_OPS])["RoIAlignFunction"]
+    original = super(layer, layer).apply
+    return isinstance(found, (MethodType, BuiltinMethodType)) and found == original
+
+
+def _held() -> list[Any]:
+    """The function as module globals hold it; every look-up of a bound method makes a new object.
+
+    One object as a rule; two where somebody has put another one in its place.
+    """
+    names = (_OPS, "mmcv.ops")
+    found = [vars(sys.modules[name]).get("roi_align") for name in names]
+    return list({id(value): value for value in found if _is_original(value)}.values())
 
 
 def _apply(function: Any, replacement: Function) -> object:

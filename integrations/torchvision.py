@@ -14,9 +14,11 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
+from truncdet.integrations._original import check_original, not_original
 from truncdet.integrations._patch import Kernel, Patch, Plan, sites_of
 from truncdet.integrations._roi import (
     Function,
@@ -36,6 +38,8 @@ TESTED = ((0, 26), (0, 30))
 BACKWARD_OP = "torchvision::_roi_align_backward"
 
 _ME = "truncdet.integrations.torchvision"
+_OPS = "torchvision.ops.roi_align"
+_IMPORTERS = ("torchvision.ops", "torchvision.ops.poolers")
 _FUNCTIONS: dict[str, Function] = {}  # by mode, those that were ever in force
 _NOTICES = Notices(
     f"{_ME}: {{reason}} uses torchvision's own roi_align; its gradient is reproducible on CPU and "
@@ -59,7 +63,8 @@ def patch(mode: str = "fixed_point", *, allow_untested: bool = False) -> None:
 
     Raises:
         ValueError: for 'snap' and for unknown modes.
-        TruncdetError: outside the tested range; nothing is changed then.
+        TruncdetError: outside the tested range, or if somebody else has replaced torchvision's
+            roi_align; nothing is changed then.
     """
     _PATCH.apply(checked(mode, f"{_ME}.patch"), allow_untested=allow_untested)
 
@@ -157,18 +162,39 @@ _KERNELS = tuple(Kernel(BACKWARD_OP, key, _backward_kernel) for key in ("CPU", "
 def _plan(mode: str) -> Plan:
     replacement = _replacement()
     original = replacement.__wrapped__
+    check_original(_OPS, _is_original, replacement, _ME)
     _FUNCTIONS[mode] = make_function(from_torchvision(original), Recipe(mode))
     _NOTICES.forget()
     sites = sites_of(original, replacement, "torchvision")
     return Plan(sites, _KERNELS if mode == "fixed_point" else ())
 
 
+def _is_original(found: Any) -> bool:
+    # By its globals, which no wrapper can copy, as `functools.wraps` copies names.
+    module = vars(sys.modules[_OPS])
+    return isinstance(found, FunctionType) and found.__globals__ is module
+
+
+def _original() -> Any:
+    """torchvision's own function, from under what somebody may have put in its place."""
+    # From sys.modules: the attribute torchvision.ops.roi_align is the function, not its module.
+    found = vars(sys.modules[_OPS]).get("roi_align")
+    # The package and MultiScaleRoIAlign have imported it by name.
+    others = [vars(sys.modules[name]).get("roi_align") for name in _IMPORTERS]
+    for candidate in (found, *others):
+        unwrapped: Any = candidate
+        while not _is_original(unwrapped) and hasattr(unwrapped, "__wrapped__"):
+            unwrapped = unwrapped.__wrapped__
+        if _is_original(unwrapped):
+            return unwrapped
+    raise not_original(_OPS, found, _ME)
+
+
 @functools.cache
 def _replacement() -> Any:
     """The one function that takes the place of `roi_align`; it obeys the mode in force when it is
     called, so a reference taken while patched turns into the original after `unpatch`."""
-    # From sys.modules: the attribute torchvision.ops.roi_align is the function, not its module.
-    original = vars(sys.modules["torchvision.ops.roi_align"])["roi_align"]
+    original = _original()
 
     @functools.wraps(original)
     def roi_align(

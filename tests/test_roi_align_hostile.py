@@ -235,8 +235,11 @@ WRONG = [
     (TypeError, "boxes must be floating point, got torch.int32", (X, [B[:, 1:].int()] * 2, 2)),
     (ValueError, "boxes must be on cpu, got meta", (X, B.to("meta"), 2)),
     (ValueError, "boxes must be on cpu, got meta", (X, [B[:, 1:].to("meta")] * 2, 2)),
-    (ValueError, "boxes must be a list of one tensor an image, 2, got 1", (X, [B[:, 1:]], 2)),
-    (ValueError, "boxes must be a list of one tensor an image, 2, got 0", (X, [], 2)),
+    (
+        ValueError,
+        "boxes must be a list of at most one tensor an image, 2, got 3",
+        (X, [B[:, 1:]] * 3, 2),
+    ),
     (ValueError, "boxes[1] must have shape [L, 4], got [1, 5]", (X, [B[:, 1:], B], 2)),
     (TypeError, "boxes[0] must be a Tensor, got list", (X, [[0, 0, 1, 1], B], 2)),
     (TypeError, "boxes must be a Tensor or a list of Tensors, got NoneType", (X, None, 2)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import random
 import subprocess
 import sys
@@ -16,7 +18,20 @@ from truncdet.integrations import torchvision as tv
 import truncdet
 from truncdet import _frameworks
 
-Make = Callable[[str], None]
+Make = Callable[..., None]
+# What the patch of mmcv needs, and no operator.
+WHOLE = """
+import torch
+
+class RoIAlignFunction(torch.autograd.Function):
+    pass
+
+class RoIAlign(torch.nn.Module):
+    def forward(self, input, rois):
+        return roi_align(input, rois)
+
+roi_align = RoIAlignFunction.apply
+"""
 
 
 @pytest.fixture
@@ -29,11 +44,14 @@ def mmcv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     def is_mmcv(name: str) -> bool:
         return name.split(".")[0] == "mmcv"
 
-    def make(code: str) -> None:
+    def make(code: str, roi_align: str | None = None, version: str = "2.1.0") -> None:
         ops = tmp_path / "mmcv" / "ops"
         ops.mkdir(parents=True)
-        (tmp_path / "mmcv" / "__init__.py").write_text("__version__ = '2.1.0'")
+        first = f"__version__ = {version!r}" if version else ""
+        (tmp_path / "mmcv" / "__init__.py").write_text(first)
         (ops / "__init__.py").write_text(code)
+        if roi_align is not None:
+            (ops / "roi_align.py").write_text(roi_align)
 
     monkeypatch.syspath_prepend(str(tmp_path))
     real = taken()
@@ -74,10 +92,66 @@ def test_one_that_cannot_be_imported_becomes_a_note_and_a_row(mmcv: Make, code: 
     assert row.covered_by == "not covered"
 
 
+@pytest.mark.parametrize(
+    ("code", "roi_align", "error"),
+    [
+        ("", None, "ModuleNotFoundError: No module named 'mmcv.ops.roi_align'"),
+        ("", "", "ImportError: mmcv.ops.roi_align does not define roi_align"),
+        ("", WHOLE.replace("RoIAlign(", "Other("), "ImportError: mmcv.ops.roi_align does not def"),
+        ("import sys; sys.exit('no operators')", WHOLE, "SystemExit: no operators"),
+        ("", "raise SystemExit(2)", "SystemExit: 2"),
+    ],
+)
+def test_so_does_one_that_is_half_there(
+    mmcv: Make, code: str, roi_align: str | None, error: str
+) -> None:
+    mmcv(code, roi_align)
+    with truncdet.deterministic(frameworks=BOTH) as table:
+        assert tv.mode() == "fixed_point"
+        rows = [row for row in table.rows if row.framework == "mmcv"]
+        assert rows[0].covered_by.startswith(f"not covered: {error}")
+        assert any(error in note and note.startswith("mmcv is inst") for note in table.notes)
+
+
+@pytest.mark.framework("detectron2")
+@pytest.mark.parametrize("name", ["roi_align", "ROIAlign"])
+def test_so_does_a_detectron2_without_its_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("detectron2.layers")
+    monkeypatch.delattr(sys.modules["detectron2.layers.roi_align"], name)
+    with truncdet.deterministic(frameworks=["detectron2"]) as table:
+        assert _frameworks.mode_of("detectron2") == "off"
+        assert any(f"detectron2.layers.roi_align does not define {name}" in n for n in table.notes)
+
+
+@pytest.mark.framework("mmdet")
+def test_mmdet_needs_what_its_patch_of_mmcv_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("mmdet.models")
+    monkeypatch.delattr(sys.modules["mmcv.ops.roi_align"], "RoIAlignFunction")
+    with truncdet.deterministic(frameworks=["mmdet"]) as table:
+        assert _frameworks.mode_of("mmdet") == "off"
+        assert any(note.startswith("mmdet is installed, cannot") for note in table.notes)
+
+
+@pytest.mark.parametrize("version", ["main", ""])
+def test_a_version_that_says_nothing_is_refused(
+    version: str, mmcv: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.delenv("TRUNCDET_ALLOW_UNTESTED", raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", unknown)
+    mmcv("", WHOLE, version)
+    said = f"got {version or 'no version'}; allow_untested=True or TRUNCDET_ALLOW_UNTESTED=1"
+    with pytest.raises(truncdet.TruncdetError, match=f"mmcv must be >= 2.1 and < 2.2, .*, {said}"):
+        truncdet.enable(frameworks=BOTH)
+    assert not tv.is_patched()
+
+
 def test_an_error_of_ours_is_not_taken_for_one_of_the_framework(
     mmcv: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mmcv("")
+    mmcv("", WHOLE)
     monkeypatch.setitem(sys.modules, "truncdet.integrations.mmcv", None)
     with pytest.raises(ImportError, match=r"truncdet\.integrations\.mmcv"):
         truncdet.enable(frameworks=BOTH)

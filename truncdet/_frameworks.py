@@ -16,14 +16,26 @@ from typing import Any
 
 from truncdet._seed import saved_host_states
 
-# The module of each that must import for there to be something to patch. mmdet's patch holds a
+# The modules of each that must import, and what they must define, for there to be something to
+# patch. mmdet's patch holds a
 # patch of mmcv, so it comes before mmcv's own: with 'off' inside another mode, mmdet's would put
 # mmcv back to that other mode.
-_PROBES = {
-    "torchvision": "torchvision.ops",
-    "mmdet": "mmdet.models",
-    "mmcv": "mmcv.ops",
-    "detectron2": "detectron2.layers",
+_TORCHVISION = {"torchvision.ops": (), "torchvision.ops.roi_align": ("roi_align",)}
+_MMCV = {
+    "mmcv.ops": (),
+    "mmcv.ops.roi_align": ("roi_align", "RoIAlign", "RoIAlignFunction"),
+}
+_EXTRACTORS = "mmdet.models.roi_heads.roi_extractors"
+_MMDET = {_EXTRACTORS: ("BaseRoIExtractor", "SingleRoIExtractor")}
+_PROBES: dict[str, dict[str, tuple[str, ...]]] = {
+    "torchvision": _TORCHVISION,
+    "mmdet": {"mmdet.models": (), **_MMDET, "mmengine": (), **_MMCV},
+    "mmcv": _MMCV,
+    "detectron2": {
+        **_TORCHVISION,
+        "detectron2.layers": (),
+        "detectron2.layers.roi_align": ("roi_align", "ROIAlign"),
+    },
 }
 FRAMEWORKS = tuple(_PROBES)
 # mmdet's public module also registers a config key and a hook, which nobody asked the switch for.
@@ -89,11 +101,24 @@ def enter_patches(undo: ExitStack, mode: str, names: tuple[str, ...] | None) -> 
     return failures
 
 
-def _import_error(module: str) -> str | None:
-    """Imports a framework's module; returns the error in one line if it has one.
+def _import_error(probes: dict[str, tuple[str, ...]]) -> str | None:
+    """Imports a framework's modules; returns the first error in one line if there is one."""
+    for module, names in probes.items():
+        error = _module_error(module)
+        if error is not None:
+            return error
+        for name in names:
+            if name not in vars(sys.modules[module]):
+                return f"ImportError: {module} does not define {name}"
+    return None
+
+
+def _module_error(module: str) -> str | None:
+    """Imports one module; returns its error.
 
     Any exception counts: frameworks raise AssertionError for the versions of each other, OSError
-    for a library that does not load, AttributeError where a newer NumPy has dropped a name.
+    for a library that does not load, AttributeError where a newer NumPy has dropped a name, and
+    some call sys.exit().
     """
     if sys.modules.get(module) is not None:
         return None
@@ -101,7 +126,7 @@ def _import_error(module: str) -> str | None:
     restore = saved_host_states()
     try:
         importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         return f"{type(error).__name__}: {text}"
     finally:

@@ -91,14 +91,18 @@ def roi_align(
     Args:
         input: features [N, C, H, W]; float64, float32, float16 or bfloat16; contiguous or
             channels_last without a copy.
-        boxes: [K, 5] rows of (batch index, x1, y1, x2, y2), or a list of N tensors [L, 4] of
-            (x1, y1, x2, y2), in pixels of the image that `spatial_scale` maps to the features. Of
-            any floating dtype; coordinates are used in float32, or float64 for float64 features.
-        output_size: bins, an int or (PH, PW).
+        boxes: [K, 5] rows of (batch index, x1, y1, x2, y2), or a list of tensors [L, 4] of
+            (x1, y1, x2, y2), one an image (images past its end have none), in pixels of the image
+            that `spatial_scale` maps to the features. Of any floating dtype; coordinates are used
+            in float32, or float64 for float64 features.
+        output_size: bins, an int or (PH, PW), NumPy's kinds included.
         spatial_scale: features' pixels per image pixel.
         sampling_ratio: samples a bin and axis, at most 32768; 0 or less: ceil(RoI size / bins).
         aligned: shift by half a pixel, so that pixel centres are at integer coordinates + 0.5.
-        pool_mode: 'avg', or 'max' for the largest sample of a bin as in mmcv.
+        pool_mode: 'avg', or 'max' for the largest sample of a bin: mmcv's within 1e-5 of the
+            largest feature, but on purpose not where its start at -10000 shows. A bin without
+            samples is -10000 there and 0 here, a bin of samples below -10000 is -10000 there, and
+            NaN samples, skipped there, make the bin NaN here.
 
     Returns:
         [K, C, PH, PW] of the features' dtype, contiguous. A RoI with a NaN or infinite coordinate
@@ -116,10 +120,10 @@ def roi_align(
     Formula: He et al., "Mask R-CNN", ICCV 2017.
     """
     raise_pending()
-    bins = check_arguments(input, output_size, spatial_scale, sampling_ratio, pool_mode)
+    bins, ratio = check_arguments(input, output_size, spatial_scale, sampling_ratio, pool_mode)
     rois = prepare_boxes(input, boxes)
     if pool_mode == "max":
-        return roi_align_max(input, rois, bins, float(spatial_scale), sampling_ratio, aligned)
+        return roi_align_max(input, rois, bins, float(spatial_scale), ratio, aligned)
     out: Tensor = call(
         torch.ops.truncdet.roi_align,
         input,
@@ -127,7 +131,7 @@ def roi_align(
         bins[0],
         bins[1],
         float(spatial_scale),
-        sampling_ratio,
+        ratio,
         aligned,
     )
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,8 @@ def check_arguments(
     spatial_scale: float,
     sampling_ratio: int,
     pool_mode: str,
-) -> tuple[int, int]:
-    """Checks everything but the boxes; returns (PH, PW)."""
+) -> tuple[tuple[int, int], int]:
+    """Checks everything but the boxes; returns (PH, PW) and the sampling ratio as ints."""
     if not isinstance(input, Tensor):
         raise TypeError(f"roi_align: input must be a Tensor, got {type(input).__name__}")
     if input.dim() != 4:
@@ -31,12 +32,7 @@ def check_arguments(
         raise TypeError(
             f"roi_align: input must be float64, float32, float16 or bfloat16, got {input.dtype}"
         )
-    if isinstance(output_size, (str, bytes)) or not isinstance(output_size, (int, Sequence)):
-        raise TypeError(
-            "roi_align: output_size must be an int or two of them, "
-            f"got {type(output_size).__name__}"
-        )
-    size = (output_size, output_size) if isinstance(output_size, int) else tuple(output_size)
+    size = _size(output_size)
     if len(size) != 2 or not all(0 < n <= MAX_GRID and int(n) == n for n in size):
         raise ValueError(
             f"roi_align: output_size must be one or two ints in [1, {MAX_GRID}], got {output_size}"
@@ -46,11 +42,12 @@ def check_arguments(
         raise ValueError(
             f"roi_align: spatial_scale must be positive and finite, got {spatial_scale}"
         )
-    if not isinstance(sampling_ratio, int):
+    ratio = _index(sampling_ratio)
+    if ratio is None:
         raise TypeError(
             f"roi_align: sampling_ratio must be an int, got {type(sampling_ratio).__name__}"
         )
-    if sampling_ratio > MAX_GRID:
+    if ratio > MAX_GRID:
         raise ValueError(
             f"roi_align: sampling_ratio must be at most {MAX_GRID}, got {sampling_ratio}"
         )
@@ -58,7 +55,34 @@ def check_arguments(
         raise ValueError(
             f"roi_align: pool_mode must be one of {', '.join(POOL_MODES)}, got {pool_mode!r}"
         )
-    return int(size[0]), int(size[1])
+    return (int(size[0]), int(size[1])), ratio
+
+
+def _index(value: Any) -> int | None:
+    """Returns an integer of any kind, NumPy's too, as an int; None for anything else."""
+    if isinstance(value, int):  # a plain one, which may be symbolic, stays what it is
+        return value
+    if isinstance(value, Tensor):  # whose value may be on a GPU, or nowhere yet
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _size(value: Any) -> tuple[Any, ...]:
+    """Returns an integer as a pair, and a sequence or an array of one dimension as a tuple."""
+    # Sequences first: torch.compile stops at operator.index of a tuple instead of raising.
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return tuple(value)
+    number = _index(value)
+    if number is not None:
+        return number, number
+    if not isinstance(value, Tensor) and getattr(value, "ndim", None) == 1:
+        return tuple(value.tolist())
+    raise TypeError(
+        f"roi_align: output_size must be an int or two of them, got {type(value).__name__}"
+    )
 
 
 def prepare_boxes(input: Tensor, boxes: Tensor | Sequence[Tensor]) -> Tensor:
@@ -92,16 +116,16 @@ def check_same_device(values: Tensor, boxes: Tensor) -> None:
         )
 
 
-def call(operator: Any, input: Tensor, rois: Tensor, *arguments: Any) -> Any:
+def call(kernel: Any, input: Tensor, rois: Tensor, *arguments: Any) -> Any:
     """Calls an operator; a batch index outside the batch gives the ValueError that names it.
 
     The compiled kernel can only raise a RuntimeError. Looking at the boxes beforehand would break
     tracing with fake tensors.
     """
     if torch.compiler.is_compiling():
-        return operator(input, rois, *arguments)
+        return kernel(input, rois, *arguments)
     try:
-        return operator(input, rois, *arguments)
+        return kernel(input, rois, *arguments)
     except RuntimeError:
         if rois.is_cpu:
             raise_outside(rois, len(input))
@@ -110,9 +134,10 @@ def call(operator: Any, input: Tensor, rois: Tensor, *arguments: Any) -> Any:
 
 def _from_list(input: Tensor, boxes: Sequence[Tensor]) -> Tensor:
     tensors = list(boxes)
-    if len(tensors) != input.shape[0]:
+    # A shorter one is as in torchvision: the last images have no boxes.
+    if len(tensors) > input.shape[0]:
         raise ValueError(
-            f"roi_align: boxes must be a list of one tensor an image, {input.shape[0]}, "
+            f"roi_align: boxes must be a list of at most one tensor an image, {input.shape[0]}, "
             f"got {len(tensors)}"
         )
     dtype = compute_dtype(input.dtype)

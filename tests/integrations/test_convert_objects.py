@@ -7,15 +7,16 @@ import io
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torchvision
-from _convert_cases import KINDS, Model, both_kinds, run_single, single
+from _convert_cases import KINDS, Model, both_kinds, multi, run_single, single
 from test_torchvision import scene
 from torch import Tensor, nn
 from torchvision.ops import MultiScaleRoIAlign, RoIAlign
-from truncdet.integrations import _swap
+from truncdet.integrations import _convert, _swap
 from truncdet.integrations._conversion import Left
 
 import truncdet
@@ -182,3 +183,59 @@ def test_the_same_class_serves_all_layers_of_a_kind() -> None:
     assert type(model[0]) is type(model[1])
     swap = _swap.swap_of(model[0])
     assert swap is not None and swap.original is RoIAlign
+
+
+class Refusing(RoIAlign):
+    """Lets nobody change its class."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            raise AttributeError("refused")
+        super().__setattr__(name, value)
+
+
+class Keyed(RoIAlign):
+    """A class whose subclasses need a keyword."""
+
+    def __init_subclass__(cls, *, key: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("before", ["off", "truncate"])
+def test_a_layer_that_refuses_leaves_all_layers_as_they_were(before: str) -> None:
+    model = nn.Sequential(single(), multi())
+    truncdet.convert(model, before)
+    model.append(Refusing(3, 0.5, 2))
+    classes = [type(layer) for layer in model]
+    with pytest.raises(AttributeError, match="refused"):
+        truncdet.convert(model)
+    assert [type(layer) for layer in model] == classes
+    assert not any(layer._forward_pre_hooks for layer in model)
+
+
+def test_an_error_in_the_last_step_leaves_all_as_it_was() -> None:
+    model = nn.Sequential(single(), multi())
+    keep = _convert._keep_precision
+
+    def broken(module: nn.Module) -> bool:
+        module.register_forward_pre_hook(_convert.keep_rois, with_kwargs=True)
+        if module is model[1]:
+            raise OSError
+        return keep(module)
+
+    with mock.patch.object(_convert, "_keep_precision", broken), pytest.raises(OSError):
+        truncdet.convert(model)
+    assert [type(layer) for layer in model] == [RoIAlign, MultiScaleRoIAlign]
+    for module in model.modules():
+        assert not module._forward_pre_hooks and not module._forward_pre_hooks_with_kwargs
+    assert len(truncdet.convert(model)) == 2
+
+
+def test_a_class_that_cannot_be_subclassed_is_skipped() -> None:
+    model = nn.Sequential(Keyed(3, 0.5, 2), single())
+    conversion = truncdet.convert(model)
+    assert [change.name for change in conversion] == ["1"]
+    ((name, reason, _),) = [(s.name, s.reason, s.layer) for s in conversion.skipped]
+    assert name == "0"
+    assert reason.startswith("its class cannot be subclassed: TypeError: ") and "key" in reason
+    assert type(model[0]) is Keyed

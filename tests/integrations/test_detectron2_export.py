@@ -173,10 +173,7 @@ def test_every_patch_warns_anew() -> None:
 def test_compiled_layers_have_the_bits_of_eager_ones(mode: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     layer = Head()
-    # Boxes that keep their precision are a tensor subclass, for which the graph may break.
-    compiled: Callable[..., Tensor] = torch.compile(
-        layer, backend="aot_eager", fullgraph=dtype == torch.float32
-    )
+    compiled: Callable[..., Tensor] = torch.compile(layer, backend="aot_eager", fullgraph=True)
 
     def gradient(function: Callable[..., Tensor]) -> list[Tensor]:
         features, boxes = scene(dtype)
@@ -202,3 +199,33 @@ def test_copies_and_pickles_made_while_patched_know_nothing_of_it() -> None:
     assert b"truncdet" not in saved
     assert_bitwise_equal(pickle.loads(saved)(*scene()), layer(*scene()))
     assert_bitwise_equal(copied(*scene()), layer(*scene()))
+
+
+@pytest.mark.parametrize("way", ["patched", "converted"])
+@pytest.mark.parametrize("mode", ["fixed_point", "truncate"])
+def test_a_layer_compiled_by_itself_is_one_graph_and_rounds_no_box(mode: str, way: str) -> None:
+    torch._dynamo.reset()
+    layer = ROIAlign(3, 1 / 64, 2)
+    features = scene(torch.float16)[0]
+    boxes = torch.tensor([[0.0, 1.3, 2.7, 2049.3, 447.1]])
+    rounded = layer(features, boxes)
+    if way == "converted":
+        truncdet.convert(layer, mode)
+    with d2.patched(mode if way == "patched" else "off"):
+        eager = layer(features, boxes)
+        for call in ({}, {"input": features, "rois": boxes}):
+            compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+            result = compiled(**call) if call else compiled(features, boxes)
+            assert type(result) is Tensor
+            assert_bitwise_equal(result, eager)
+    assert not torch.equal(eager, rounded)
+
+
+def test_hooks_of_a_compiled_layer_still_run() -> None:
+    torch._dynamo.reset()
+    layer = ROIAlign(3, 1.0, 2)
+    layer.register_forward_hook(lambda module, args, result: result * 2)
+    features, boxes = scene(torch.float16)
+    with d2.patched():
+        eager = layer(features, boxes)
+        assert_bitwise_equal(torch.compile(layer, backend="aot_eager")(features, boxes), eager)

@@ -224,6 +224,29 @@ def test_outside_the_tested_range_it_refuses(
         assert names(package) == ("f a", "g a")
 
 
+@pytest.mark.parametrize(("version", "said"), [("main", "main"), ("", "no version"), (None, None)])
+def test_versions_without_numbers_are_refused_too(
+    version: str | None,
+    said: str | None,
+    package: types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TRUNCDET_ALLOW_UNTESTED", raising=False)
+    if version is None:
+        del package.__version__  # type: ignore[attr-defined]
+    else:
+        package.__version__ = version  # type: ignore[attr-defined]
+    with pytest.raises(truncdet.TruncdetError) as caught:
+        make().apply("a")
+    assert str(caught.value) == (
+        "me: somepackage must be >= 1.2 and < 1.10, the tested range, got "
+        f"{said or 'no version'}; allow_untested=True or TRUNCDET_ALLOW_UNTESTED=1 patches it all "
+        "the same"
+    )
+    with make().scope("a", allow_untested=True):
+        assert names(package) == ("f a", "g a")
+
+
 @pytest.mark.parametrize("version", ["1.2", "1.2.0", "1.9.9", "1.4.0a0+git"])
 def test_inside_the_tested_range_it_does_not(version: str, package: types.ModuleType) -> None:
     package.__version__ = version  # type: ignore[attr-defined]
