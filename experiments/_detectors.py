@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from _train_run import MODES, train_copy
 from torch import nn
 
 import truncdet
+from truncdet._frameworks import installed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,16 +22,34 @@ class Detector:
 
     module: str
     config: str
+    packages: tuple[str, ...]  # which the module imports
+
+
+_mmdet = functools.partial(Detector, "_mmdet_models", packages=("mmcv", "mmengine", "mmdet"))
+_detectron2 = functools.partial(Detector, "_detectron2_models", packages=("detectron2",))
 
 
 DETECTORS = {
-    "mmdet-faster-rcnn": Detector("_mmdet_models", "faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py"),
-    "mmdet-mask-rcnn": Detector("_mmdet_models", "mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py"),
-    "mmdet-cascade-rcnn": Detector("_mmdet_models", "cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco.py"),
-    "detectron2-mask-rcnn": Detector(
-        "_detectron2_models", "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml"
-    ),
+    "mmdet-faster-rcnn": _mmdet("faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py"),
+    "mmdet-mask-rcnn": _mmdet("mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py"),
+    "mmdet-cascade-rcnn": _mmdet("cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco.py"),
+    "detectron2-mask-rcnn": _detectron2("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml"),
 }
+
+
+def check_packages(names: Iterable[str]) -> None:
+    """Ends the program, naming what is missing, unless the frameworks of all detectors are there.
+
+    Found without importing: a package that is there and broken is that detector's failure.
+    """
+    needed = dict.fromkeys(p for name in names for p in DETECTORS[name].packages)
+    missing = [package for package in needed if not installed(package)]
+    if missing:
+        raise SystemExit(
+            f"--models: {', '.join(missing)} must be installed for these models, found nothing; "
+            "`make frameworks` makes .venv-frameworks, which has all of them, mmcv for the CPU; "
+            "experiments/README.md says what a GPU needs"
+        )
 
 
 class Built:
@@ -44,7 +64,7 @@ class Built:
         plain, patched = (truncdet.digest(self.models[mode].state_dict()) for mode in MODES)
         self.same_start = plain == patched
         self.described = {"config": detector.config, "changes": self._framework.CHANGES}
-        packages = map(importlib.import_module, self._framework.PACKAGES)
+        packages = map(importlib.import_module, detector.packages)
         self.versions: dict[str, str] = {p.__name__: p.__version__ for p in packages}
 
     def train(self, device: torch.device, mode: str, steps: int) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 from truncdet.integrations.detectron2 import patched
 
-PACKAGES = ("detectron2",)
 CHANGES = "MODEL.WEIGHTS='', RESNETS.NORM='BN', BACKBONE.FREEZE_AT=0"
 
 

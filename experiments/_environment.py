@@ -27,12 +27,22 @@ COMMIT_VARIABLE = "TRUNCDET_COMMIT"
 _FLAT_LIST = re.compile(r"\[\n([^\[\]{}]*)\n *\]")
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of a command line's `--device`; 'auto' is the GPU where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+def pick_device(name: str, size: str) -> torch.device:
+    """The device of a command line's `--device`; 'auto' is the GPU where there is one.
+
+    Full size on a CPU would take hours, and its figures would lie beside those of GPUs.
+    """
+    present = torch.cuda.is_available()
+    if name == "cuda" and not present:
         raise SystemExit("--device: a GPU must be present for cuda, found none")
+    if name == "auto":
+        name = "cuda" if present else "cpu"
+    if name == "cpu" and size == "full":
+        found = "--device cpu" if present else "no GPU"
+        raise SystemExit(
+            f"--size: full must run on a CUDA GPU, got {found}; to see whether everything runs, "
+            "pass --device cpu --size tiny"
+        )
     return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 

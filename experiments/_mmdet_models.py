@@ -21,7 +21,6 @@ from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
 CONFIGS = Path(mmdet.__file__).parent / ".mim" / "configs"
-PACKAGES = ("mmcv", "mmengine", "mmdet")
 CHANGES = "backbone.init_cfg=None"
 
 

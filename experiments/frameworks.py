@@ -5,8 +5,9 @@
 
 The configs that the packages ship, batch 4 of 800 x 1088, random initialisation, one fixed batch;
 of all switches only cudnn's `deterministic` is set. mmdet gets the mode through its config key,
-detectron2 through the patch. Writes experiments/results/frameworks_<gpu>.json after every model
-(tiny: only with --out), and exits with 1 if a condition is missed.
+detectron2 through the patch. Needs both packages (`make frameworks`), and a GPU for full size.
+Writes experiments/results/frameworks_<gpu>.json after every model (tiny: only with --out), and
+exits with 1 if a condition is missed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from _budget import affordable, probe
 from _checks import Check, at_most, conclude, holds
 from _compare import check_repeats, compare
-from _detectors import DETECTORS, Built
+from _detectors import DETECTORS, Built, check_packages
 from _environment import RESULTS, describe, pick_device, write_result
 from _render import frameworks as render
 from _train_run import MODES, SETTLE
@@ -64,7 +65,7 @@ class Experiment:
     def __init__(self, arguments: Sequence[str], options: argparse.Namespace) -> None:
         self.start = time.monotonic()
         self.full = options.size == "full"
-        self.device = pick_device(options.device)
+        self.device = pick_device(options.device, options.size)
         self.folder = options.out or (RESULTS if self.full else None)
         self.result = describe("frameworks", arguments, self.device)
         self.result |= {"size": options.size, "requested_steps": options.steps}
@@ -78,8 +79,9 @@ class Experiment:
         print(f"[{self.seconds():4.0f} s] {text}", flush=True)
 
     def write(self) -> None:
+        """Writes what there is; nothing measured never replaces an earlier result."""
         self.result["complete"] = set(self.result["comparisons"]) == set(DETECTORS)
-        if self.folder is not None:
+        if self.folder is not None and self.result["runs"]:
             write_result(self.folder, self.result)
 
     @contextlib.contextmanager
@@ -144,10 +146,11 @@ def main(arguments: Sequence[str]) -> int:
     names = options.models.split(",")
     if set(names) - set(DETECTORS) or len(set(names)) < len(names):
         parser.error(f"--models must be of {', '.join(DETECTORS)}, got {options.models}")
+    experiment = Experiment(arguments, options)
+    check_packages(names)
     # For the life of the process: these are the conditions of every run.
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
-    experiment = Experiment(arguments, options)
     built = experiment.prepare(names, options.size)
     for name, steps in experiment.steps(built, options.steps, options.budget).items():
         with experiment.going_on(name):

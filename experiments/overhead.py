@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--size", choices=("full", "tiny"), default="full")
     parser.add_argument("--out", type=Path, help="folder of the result file")
     options = parser.parse_args(arguments)
-    device = pick_device(options.device)
+    device = pick_device(options.device, options.size)
     tiny = options.size == "tiny"
     with_limits = device.type == "cuda" and not tiny
     repeats = 3 if tiny else measure.REPEATS

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     precisions = options.precisions.split(",")
     if not precisions or set(precisions) - set(DTYPES):
         parser.error(f"--precisions must be of {', '.join(DTYPES)}, got {options.precisions}")
-    device = pick_device(options.device)
+    device = pick_device(options.device, options.size)
     full = options.size == "full"
     # For the life of the process: these are the conditions of every run.
     torch.backends.cudnn.deterministic = True

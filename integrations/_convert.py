@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from truncdet.integrations._alive import remember
 from truncdet.integrations._conversion import Change, Left
 from truncdet.integrations._conversion import Conversion as Conversion
 from truncdet.integrations._layers import KINDS, Kind, kind_of, source_of
@@ -136,6 +137,8 @@ class _Findings:
                 name for name, module in model.named_modules() if _keep_precision(module)
             )
             undo.pop_all()
+        for layer, _, _ in self.swaps:
+            remember(layer)
         if self.swaps:
             NOTICES.forget()
         return Conversion(

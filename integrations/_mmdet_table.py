@@ -1,21 +1,21 @@
-"""The status table as one run of mmdet sees it: its model's layers first, then what no layer is."""
+"""The status table as one run of mmdet sees it: its model's own layers, then open patches."""
 
 from __future__ import annotations
 
 from torch import nn
+from truncdet.integrations._alive import converted_notes
 from truncdet.integrations._convert import Conversion
 from truncdet.integrations._layers import swap_of
 from truncdet.integrations._roi import Recipe
 
-from truncdet._status import _NOT_COVERED, _PARTS, _TIERS, Row, Status
+from truncdet._status import _NOT_COVERED, _TIERS, Row, Status
 
 _HERE = "this model"
-# What a patch would cover. Layers are known one by one here, and mask targets have no gradient.
-_PATCHED = {*_PARTS["mmcv"].patched, *_PARTS["mmdet"].patched}
+_CALLED = "what a model calls as a function, such as mmcv.ops.point_sample, has no row here"
 
 
 def table(model: nn.Module, conversion: Conversion, status: Status) -> Status:
-    """Returns the rows of one model and those of mmdet and mmcv that are not about layers."""
+    """Returns the rows of one model, its holes included, and those of patches that are open."""
     rows = _covered(model)
     rows += [
         Row(f"{left.name} ({left.layer}): {left.reason}", _HERE, "-", _NOT_COVERED, "off")
@@ -25,14 +25,17 @@ def table(model: nn.Module, conversion: Conversion, status: Status) -> Status:
         Row(f"{left.name} ({left.layer})", _HERE, "-", _NOT_COVERED, "off")
         for left in conversion.not_covered
     ]
-    notes = status.notes if rows else (*status.notes, "the model has no RoI layer to swap")
+    # The count of converted layers is about the whole process; the model's have rows.
+    notes = [note for note in status.notes if note not in converted_notes()]
+    if not rows:
+        notes.append("the model has no RoI layer to swap")
+    # What a framework has and the model does not is no hole of this run.
     rows += [
         row
         for row in status.rows
-        if row.framework in ("mmcv", "mmdet")
-        and not (row.operator in _PATCHED and row.covered_by == _NOT_COVERED)
+        if row.framework in ("mmcv", "mmdet") and not row.covered_by.startswith(_NOT_COVERED)
     ]
-    return Status(tuple(rows), notes)
+    return Status(tuple(rows), (*notes, _CALLED))
 
 
 def _covered(model: nn.Module) -> list[Row]:

@@ -31,7 +31,6 @@ train_run: Any = importlib.import_module("_train_run")
 class Linear:
     """A framework whose configs are the names of its faults."""
 
-    PACKAGES = ("torch",)
     CHANGES = "none"
 
     def __init__(self) -> None:
@@ -62,11 +61,14 @@ class Linear:
 
 
 Run = Callable[..., tuple[int, dict[str, Any]]]
+RESULT = "frameworks_cpu.json"
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Runs the program on linear layers with these faults: its exit code and its result."""
+    # Full size, too, is tried on a CPU here.
+    monkeypatch.setattr(frameworks, "pick_device", lambda name, size: torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "linear_framework", Linear())  # type: ignore[arg-type]
     # A walk over everything that the test process holds, before each of many short runs.
     monkeypatch.setattr(train_run, "gc", types.SimpleNamespace(collect=lambda: 0))
@@ -74,19 +76,21 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         monkeypatch.setattr(torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
 
     def run(*faults: str, arguments: tuple[str, ...] = ("--size", "tiny")) -> Any:
-        known = {fault: detectors.Detector("linear_framework", fault) for fault in faults}
+        known = {
+            fault: detectors.Detector("linear_framework", fault, ("torch",)) for fault in faults
+        }
         for module in (detectors, frameworks):
             monkeypatch.setattr(module, "DETECTORS", known)
         line = ["--device", "cpu", "--steps", "3", *arguments, "--out", str(tmp_path)]
         if not any(argument.startswith("--models") for argument in arguments):
             line.append(f"--models={','.join(known)}")
-        path = tmp_path / "frameworks_cpu.json"
+        path = tmp_path / RESULT
         path.unlink(missing_ok=True)
         try:
             code = frameworks.main(line)
         except KeyboardInterrupt:
             code = 130
-        return code, json.loads(path.read_text())
+        return code, json.loads(path.read_text()) if path.exists() else {}
 
     return run
 
@@ -142,9 +146,32 @@ def test_a_result_without_all_detectors_is_not_complete(run: Run) -> None:
     assert list(result["comparisons"]) == ["two"]
 
 
-def test_nothing_measured_is_not_a_success(run: Run) -> None:
-    code, result = run("fails")
-    assert code == 1 and result["runs"] == []
+def test_nothing_measured_is_not_a_success_and_writes_nothing(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("fails") == (1, {})
+    assert "MISSED fails: trains" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_packages_end_the_program_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for package in ("mmcv", "mmdet"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(frameworks, "Built", None)
+    line = ("--device", "cpu", "--size", "tiny", "--models=mmdet-mask-rcnn", "--out", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"mmcv,.* mmdet must be installed.*`make frameworks`"):
+        frameworks.main(line)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_packages_of_other_models_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    present = {"detectron2"}
+    monkeypatch.setattr(detectors, "installed", lambda package: package in present)
+    detectors.check_packages(["detectron2-mask-rcnn"])
+    with pytest.raises(SystemExit, match=r"^--models: mmcv, mmengine, mmdet must be installed"):
+        detectors.check_packages(list(detectors.DETECTORS))
 
 
 @pytest.mark.parametrize("value", ["nothing", "one,one", ""])

@@ -99,6 +99,31 @@ def run(program: str, *arguments: str, **env: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.parametrize("program", ["overhead", "train_step", "frameworks"])
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_full_size_is_refused_on_a_cpu_before_anything_is_written(
+    program: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = importlib.import_module(program)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    # What any of them would do next.
+    monkeypatch.setattr(module, "describe", None)
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    for out in ((), ("--out", str(tmp_path))):
+        with pytest.raises(SystemExit, match=r"^--size: full .* no GPU.*--device cpu --size tiny"):
+            module.main(["--device", device, *out])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_size_on_the_cpu_of_a_machine_with_a_gpu_is_refused_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit, match="got --device cpu"):
+        environment.pick_device("cpu", "full")
+    assert environment.pick_device("cpu", "tiny") == torch.device("cpu")
+
+
 def names_of_missed(found: list[dict[str, Any]]) -> list[str]:
     return [check["name"] for check in found if not check["passed"]]
 

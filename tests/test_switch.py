@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from truncdet.integrations import _patch
+from truncdet.integrations import _alive, _patch
 from truncdet.integrations import torchvision as tv
 
 import truncdet
@@ -266,6 +266,7 @@ def test_an_untested_version_is_refused_and_changes_nothing(
 
 
 def test_notes_say_what_cannot_be_set_from_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_alive, "_converted", {})  # of other tests
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", list)

@@ -74,6 +74,8 @@ _HEADER: tuple[str, ...] = ("operator", "framework", "tier", "covered by", "mode
 def status() -> Status:
     """Returns what truncdet covers right now, operator by operator; it imports no framework.
 
+    Rows are about the whole process; how many layers `convert` has converted is a note.
+
     Example:
         >>> import truncdet
         >>> truncdet.status().rows[0].operator
@@ -84,6 +86,7 @@ def status() -> Status:
         and `as_dict()`; `covered_by` is 'not covered' where nothing holds.
     """
     from truncdet._switch import failures, notes
+    from truncdet.integrations._alive import converted_notes
 
     own = (
         Row("truncdet.roi_align", "truncdet", _ROI_ALIGN, "own kernel", "fixed_point"),
@@ -92,7 +95,7 @@ def status() -> Status:
     )
     failed = failures()
     rows = [row for name in _PARTS if installed(name) for row in _rows(name, failed.get(name))]
-    return Status(own + tuple(rows), notes())
+    return Status(own + tuple(rows), (*notes(), *converted_notes()))
 
 
 _TIERS = {

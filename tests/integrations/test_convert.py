@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from _convert_cases import KINDS, Model, both_kinds, multi, run_single, single
 from test_torchvision import ORIGINAL, scene, small_detector, train_step
 from torch import Tensor, nn
 from torchvision.ops import MultiScaleRoIAlign, RoIAlign
+from truncdet.integrations import _alive
 from truncdet.integrations import torchvision as tv
 from truncdet.integrations._conversion import Change
 
@@ -203,6 +206,36 @@ def test_untested_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not truncdet.convert(nn.ReLU())
     assert len(truncdet.convert(model, allow_untested=True)) == 2
     assert len(truncdet.convert(model, "off")) == 2
+
+
+@pytest.fixture
+def none_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_alive, "_converted", type(_alive._converted)())
+
+
+@pytest.mark.usefixtures("none_converted")
+def test_the_status_table_counts_the_converted_layers_in_a_note() -> None:
+    def notes() -> list[str]:
+        return [note for note in truncdet.status().notes if "truncdet.convert" in note]
+
+    one, two = Model(), nn.Sequential(single())
+    assert notes() == []
+    truncdet.convert(one)
+    truncdet.convert(one)
+    shown = "truncdet.convert has converted 2 layers in this process (mode {}); the table shows"
+    assert notes() == [shown.format("fixed_point") + " patches"]
+    truncdet.convert(two, "truncate")
+    assert [note.split(" layer")[0][-1] for note in notes()] == ["2", "1"]
+    assert "1 layer in this process (mode truncate)" in notes()[1]
+    truncdet.convert(one, "truncate")
+    assert notes() == [shown.format("truncate").replace("2", "3") + " patches"]
+    truncdet.convert(two, "off")
+    assert notes() == [shown.format("truncate") + " patches"]
+    # The count keeps no model alive.
+    kept = weakref.ref(one.pool)
+    del one
+    gc.collect()
+    assert kept() is None and notes() == []
 
 
 def test_a_model_without_torchvision_imports_nothing() -> None:
