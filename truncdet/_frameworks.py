@@ -20,6 +20,7 @@ from truncdet._seed import saved_host_states
 # patch of mmcv, so it comes before mmcv's own: with 'off' inside another mode, mmdet's would put
 # mmcv back to that other mode.
 _PROBES = {
+    "torch": "torch",
     "torchvision": "torchvision.ops",
     "mmdet": "mmdet.models",
     "mmcv": "mmcv.ops",
@@ -27,7 +28,7 @@ _PROBES = {
 }
 FRAMEWORKS = tuple(_PROBES)
 # mmdet's public module also registers a config key and a hook, which nobody asked the switch for.
-_PATCHES = {"mmdet": "_mmdet_patch"}
+_PATCHES = {"mmdet": "_mmdet_patch", "torch": "aten"}
 
 
 def installed(name: str) -> bool:
@@ -53,6 +54,11 @@ def mode_of(name: str) -> str:
     return "off" if module is None else str(module.mode())
 
 
+def _mode_for(name: str, mode: str) -> str:
+    """Returns the mode of a framework's patch: aten's operators know nothing between both ends."""
+    return "off" if (name, mode) == ("torch", "truncate") else mode
+
+
 def check_frameworks(frameworks: Iterable[str] | None, where: str) -> tuple[str, ...] | None:
     """Returns the names in the order of `FRAMEWORKS`; None, for all installed ones, stays None."""
     if frameworks is None:
@@ -74,7 +80,8 @@ def enter_patches(undo: ExitStack, mode: str, names: tuple[str, ...] | None) -> 
     """Patches until `undo` unwinds; returns what could not be imported and why."""
     failures = {}
     for name in FRAMEWORKS if names is None else names:
-        if mode == "off":
+        wanted = _mode_for(name, mode)
+        if wanted == "off":
             module = integration(name)
         elif names is not None or installed(name):
             error = _import_error(_PROBES[name])
@@ -85,7 +92,7 @@ def enter_patches(undo: ExitStack, mode: str, names: tuple[str, ...] | None) -> 
         else:
             module = None
         if module is not None:
-            undo.enter_context(module.patched(mode))
+            undo.enter_context(module.patched(wanted))
     return failures
 
 
