@@ -5,6 +5,7 @@ A `Plan` is data; `execute` does it and `revert` undoes what still is ours.
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,11 +38,16 @@ class Site:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One dispatcher kernel to override, for example `torchvision::_roi_align_backward` on CPU."""
+    """One dispatcher kernel to override, for example `torchvision::_roi_align_backward` on CPU.
+
+    With `around`, `fn` gets two arguments before the operator's own: the kernel that it overrides
+    and the dispatch keys, and leaves a call to it by `original.call_boxed(keys, *args, **kwargs)`.
+    """
 
     op: str
     key: str
     fn: Callable[..., Any]
+    around: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,9 +129,13 @@ def _find(site: Site, who: str) -> tuple[Any, str, object]:
 def _override(kernel: Kernel) -> Any:
     namespace, name = kernel.op.split("::")
     library: Any = torch.library.Library(namespace, "IMPL")
+    fn = kernel.fn
+    if kernel.around:
+        fn = functools.partial(fn, torch.library.get_kernel(kernel.op, kernel.key))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_OVERRIDE_WARNING, category=UserWarning)
-        library.impl(name, kernel.fn, kernel.key)
+        # Over somebody else's Python kernel too, which torch 2.11 refuses unless told.
+        library.impl(name, fn, kernel.key, with_keyset=kernel.around, allow_override=True)
     return library
 
 

@@ -11,7 +11,9 @@ import types
 from collections.abc import Callable
 
 import pytest
+from truncdet.integrations import aten
 from truncdet.integrations import torchvision as tv
+from truncdet.integrations._aten_table import OPERATORS
 
 import truncdet
 from truncdet import _status
@@ -46,6 +48,20 @@ def test_torchvision_rows_follow_the_patch(mode: str, tier: str, covered_by: str
     assert rows()["RoIAlign, roi_align"].covered_by == "not covered"
 
 
+def test_rows_of_torch_follow_its_patch() -> None:
+    covered = {operator.part: operator for operator in OPERATORS.values()}
+    assert len(covered) == len(OPERATORS)
+    with aten.patched():
+        for name, row in rows().items():
+            if row.framework == "torch" and name in covered:
+                expected = covered[name].tier, f"patch: {covered[name].by}", "fixed_point"
+                assert (row.tier, row.covered_by, row.mode) == expected
+                assert hasattr(truncdet, covered[name].by.removeprefix("truncdet."))
+    assert set(covered) < {name for name, row in rows().items() if row.framework == "torch"}
+    found = {(row.tier, row.covered_by) for row in rows().values() if row.framework == "torch"}
+    assert found == {("-", "not covered")}
+
+
 def test_holes_are_listed() -> None:
     assert rows()["deform_conv2d backward"].covered_by == "not covered"
 
@@ -74,7 +90,8 @@ def test_installed_frameworks_are_found_without_importing_them(
     pretend: Callable[..., None],
 ) -> None:
     pretend("mmcv", "nvdiffrast")
-    found = [row for row in truncdet.status().rows if row.framework != "truncdet"]
+    always = ("truncdet", "torch")
+    found = [row for row in truncdet.status().rows if row.framework not in always]
     assert {row.framework for row in found} == {"mmcv", "nvdiffrast"}
     assert {row.covered_by for row in found} == {"not covered"}
     assert "mmcv" not in sys.modules
@@ -107,8 +124,9 @@ def test_rows_of_the_other_frameworks_follow_their_patches(
     assert {row.tier for row in rows if row.mode == mode} == {tier}
     holes = [row for row in rows if row.mode == "off"]
     assert holes and {row.covered_by for row in holes} == {"not covered"}
-    others = {row.covered_by for row in truncdet.status().rows if row.framework not in COVERED}
-    assert others == {"own kernel"}
+    others = [row for row in truncdet.status().rows if row.framework not in COVERED]
+    assert {row.covered_by for row in others if row.framework == "truncdet"} == {"own kernel"}
+    assert {row.covered_by for row in others if row.framework == "torch"} == {"not covered"}
 
 
 def test_a_patch_of_mmcv_alone_covers_mmdet_but_for_its_boxes(pretend: Callable[..., None]) -> None:

@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torchvision import ops
+from truncdet.integrations import aten
 from truncdet.integrations import torchvision as tv
+from truncdet.integrations._aten_table import OPERATORS
 
 import truncdet
 from truncdet._strict import StrictMode
@@ -224,6 +226,22 @@ def test_the_torchvision_patch_covers_its_kernel() -> None:
         ops.roi_align(leaf(1, 1, 8, 8), BOXES, 2).sum().backward()
 
 
+@pytest.mark.parametrize("op", [name for name in DIFFER if name in OPERATORS])
+def test_the_patch_of_torch_covers_its_kernels(op: str) -> None:
+    with aten.patched(), StrictMode(True, devices=("cpu",)):
+        DIFFER[op]()
+
+
+def test_the_patch_of_torch_covers_nothing_else() -> None:
+    complexes = torch.ones(3, dtype=torch.complex64)
+    with aten.patched(), StrictMode(True, devices=("cpu",)):
+        with pytest.raises(truncdet.TruncdetError, match="aten::histc"):
+            DIFFER["aten::histc"]()
+        with pytest.raises(truncdet.TruncdetError, match="aten::index_add"):
+            complexes.index_add(0, INDEX, complexes)
+    assert OPERATORS.keys() <= DIFFER.keys() & TABLE.keys()
+
+
 def test_a_layer_converted_to_truncate_runs_covered_in_double() -> None:
     # In a process of its own: such a layer covers the double kernel from then on.
     code = (
@@ -268,8 +286,11 @@ def test_the_switch_enters_and_leaves_the_checker(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.cuda
 def test_autograd_threads_of_a_gpu_carry_the_checker() -> None:
     x = torch.rand(1, 1, 4, 4, device="cuda", requires_grad=True)
-    with (
-        pytest.raises(truncdet.TruncdetError, match="upsample_bilinear2d_backward"),
-        truncdet.deterministic(strict=True),
-    ):
-        F.interpolate(x, scale_factor=2, mode="bilinear").sum().backward()
+    for covered in ((), ("torch",)):
+        loss = F.interpolate(x, scale_factor=2, mode="bilinear").sum()
+        with truncdet.deterministic(strict=True, frameworks=covered):
+            if covered:
+                loss.backward()
+                continue
+            with pytest.raises(truncdet.TruncdetError, match="upsample_bilinear2d_backward"):
+                loss.backward()

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from truncdet.integrations import aten
 from truncdet.integrations import torchvision as tv
 
 import truncdet
@@ -177,7 +178,7 @@ def test_only_named_frameworks_are_patched() -> None:
 
 
 def test_wrong_names_are_errors_that_list_the_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = "torchvision, mmdet, mmcv, detectron2"
+    names = "torch, torchvision, mmdet, mmcv, detectron2"
     with pytest.raises(ValueError, match=f"enable: frameworks must be among {names}, got 'keras'"):
         truncdet.enable(frameworks=("torchvision", "keras"))
     with pytest.raises(TypeError, match="frameworks must be None or a list of names, got 'mmcv'"):
@@ -199,16 +200,32 @@ def test_off_imports_nothing() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_operators_of_torch_are_left_alone_by_every_other_mode() -> None:
+    assert aten.mode() == "off"
+    with truncdet.deterministic(frameworks=["torch"]):
+        assert (aten.mode(), tv.mode()) == ("fixed_point", "off")
+        for inside in ("truncate", "off"):
+            with truncdet.deterministic(mode=inside):
+                assert aten.mode() == "off"
+                with truncdet.deterministic():
+                    assert aten.mode() == "fixed_point"
+                assert aten.mode() == "off"
+            assert aten.mode() == "fixed_point"
+    assert aten.mode() == "off"
+
+
 @pytest.mark.framework("mmdet")
 @pytest.mark.framework("detectron2")
 def test_all_installed_ones_are_patched_and_each_block_puts_its_modes_back() -> None:
     def modes() -> set[str]:
-        return {_frameworks.mode_of(name) for name in _frameworks.FRAMEWORKS}
+        return {_frameworks.mode_of(name) for name in others}
 
+    # torch's own operators have no mode 'truncate'.
+    others = set(_frameworks.FRAMEWORKS) - {"torch"}
     with truncdet.deterministic(mode="truncate") as table:
         assert modes() == {"truncate"}
         covered = {row.framework for row in table.rows if row.covered_by == "patch: truncdet.wrap"}
-        assert covered == set(_frameworks.FRAMEWORKS)
+        assert covered == others
         for inside in ("off", "fixed_point", "off"):
             with truncdet.deterministic(mode=inside):
                 assert modes() == {inside}

@@ -17,9 +17,7 @@ from typing import Any
 from truncdet._seed import saved_host_states
 
 # The modules of each that must import, and what they must define, for there to be something to
-# patch. mmdet's patch holds a
-# patch of mmcv, so it comes before mmcv's own: with 'off' inside another mode, mmdet's would put
-# mmcv back to that other mode.
+# patch. mmdet's patch claims mmcv's, which both may hold.
 _TORCHVISION = {"torchvision.ops": (), "torchvision.ops.roi_align": ("roi_align",)}
 _MMCV = {
     "mmcv.ops": (),
@@ -28,6 +26,7 @@ _MMCV = {
 _EXTRACTORS = "mmdet.models.roi_heads.roi_extractors"
 _MMDET = {_EXTRACTORS: ("BaseRoIExtractor", "SingleRoIExtractor")}
 _PROBES: dict[str, dict[str, tuple[str, ...]]] = {
+    "torch": {"torch": ()},
     "torchvision": _TORCHVISION,
     "mmdet": {"mmdet.models": (), **_MMDET, "mmengine": (), **_MMCV},
     "mmcv": _MMCV,
@@ -39,7 +38,7 @@ _PROBES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 FRAMEWORKS = tuple(_PROBES)
 # mmdet's public module also registers a config key and a hook, which nobody asked the switch for.
-_PATCHES = {"mmdet": "_mmdet_patch"}
+_PATCHES = {"mmdet": "_mmdet_patch", "torch": "aten"}
 
 
 def installed(name: str) -> bool:
@@ -65,6 +64,11 @@ def mode_of(name: str) -> str:
     return "off" if module is None else str(module.mode())
 
 
+def _mode_for(name: str, mode: str) -> str:
+    """Returns the mode of a framework's patch: aten's operators know nothing between both ends."""
+    return "off" if (name, mode) == ("torch", "truncate") else mode
+
+
 def check_frameworks(frameworks: Iterable[str] | None, where: str) -> tuple[str, ...] | None:
     """Returns the names in the order of `FRAMEWORKS`; None, for all installed ones, stays None."""
     if frameworks is None:
@@ -86,7 +90,8 @@ def enter_patches(undo: ExitStack, mode: str, names: tuple[str, ...] | None) -> 
     """Patches until `undo` unwinds; returns what could not be imported and why."""
     failures = {}
     for name in FRAMEWORKS if names is None else names:
-        if mode == "off":
+        wanted = _mode_for(name, mode)
+        if wanted == "off":
             module = integration(name)
         elif names is not None or installed(name):
             error = _import_error(_PROBES[name])
@@ -97,7 +102,7 @@ def enter_patches(undo: ExitStack, mode: str, names: tuple[str, ...] | None) -> 
         else:
             module = None
         if module is not None:
-            undo.enter_context(module.patched(mode))
+            undo.enter_context(module.patched(wanted))
     return failures
 
 

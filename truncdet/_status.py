@@ -95,7 +95,7 @@ def status() -> Status:
     )
     failed = failures()
     rows = [row for name in _PARTS if installed(name) for row in _rows(name, failed.get(name))]
-    return Status(own + tuple(rows), (*notes(), *converted_notes()))
+    return Status(own + _torch_rows() + tuple(rows), (*notes(), *converted_notes()))
 
 
 _TIERS = {
@@ -140,6 +140,32 @@ _PARTS = {
     ),
     "nvdiffrast": _Parts((), ("rasterize, interpolate, texture, antialias backward",)),
 }
+
+
+# Of torch's own operators; strict=True knows them one by one.
+_TORCH_HOLES = (
+    "grid_sample: backward",
+    "interpolate with antialias: backward",
+    "reflect and replicate padding: backward",
+    "adaptive_max_pool3d, max_pool3d, avg_pool3d, fractional pooling: backward",
+    "ctc_loss, nll_loss of images, embedding: backward",
+    "scatter and scatter_reduce with sums, index_reduce, put_",
+    "histc, weighted bincount, cumsum, median with indices",
+)
+
+
+def _torch_rows() -> tuple[Row, ...]:
+    # Late: the rows come with the kernels, which need all of truncdet.
+    from truncdet.integrations._aten_table import OPERATORS
+
+    mode = mode_of("torch")
+    covered = tuple(
+        Row(operator.part, "torch", operator.tier, f"patch: {operator.by}", mode)
+        if mode != "off"
+        else Row(operator.part, "torch", "-", _NOT_COVERED, mode)
+        for operator in OPERATORS.values()
+    )
+    return covered + tuple(Row(name, "torch", "-", _NOT_COVERED, "off") for name in _TORCH_HOLES)
 
 
 def _rows(framework: str, error: str | None) -> list[Row]:

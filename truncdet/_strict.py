@@ -6,7 +6,6 @@ that runs only there is seen too. Kernels that bypass the dispatcher (mmcv, nvdi
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Collection
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from truncdet._errors import TruncdetError
+from truncdet._frameworks import integration
 from truncdet._strict_table import TABLE
 
 
@@ -89,5 +89,5 @@ def leave(mode: StrictMode) -> None:
 def _covered(op: str, dtype: torch.dtype, flag: bool) -> bool:
     if flag and torch.are_deterministic_algorithms_enabled():
         return True
-    torchvision = sys.modules.get("truncdet.integrations.torchvision")
-    return torchvision is not None and bool(torchvision.covers(op, dtype))
+    patches = map(integration, ("torch", "torchvision"))
+    return any(patch is not None and patch.covers(op, dtype) for patch in patches)

@@ -52,12 +52,13 @@ def enable(
     Args:
         seed: seeds Python, NumPy and torch (CPU and CUDA); None leaves the generators alone.
         mode: for the frameworks that are patched: 'fixed_point', 'truncate', or 'off', which
-            leaves their operators alone but still sets seeds and flags.
+            leaves their operators alone but still sets seeds and flags. torch's own operators are
+            left alone by 'truncate' too.
         strict: True raises when a CUDA operator runs, forward or backward, that is known to differ
             from run to run and is not covered; 'warn' warns once per operator.
-        frameworks: those to patch, of 'torchvision', 'mmcv', 'mmdet' and 'detectron2'; None for
-            all that are installed. Patching imports them; one that is installed but cannot be
-            imported is left, and the table says so.
+        frameworks: those to patch, of 'torch' (its own operators), 'torchvision', 'mmcv', 'mmdet'
+            and 'detectron2'; None for all that are installed. Patching imports them; one that is
+            installed but cannot be imported is left, and the table says so.
         verbose: print the status table.
 
     Returns:

@@ -7,6 +7,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -157,6 +158,25 @@ def test_kernels_are_overridden_and_put_back(package: types.ModuleType) -> None:
     assert held.kernels and twice(one) == 2
 
 
+@pytest.mark.usefixtures("operator", "package")
+def test_a_kernel_around_another_may_call_it() -> None:
+    def around(original: Any, keys: Any, x: torch.Tensor) -> Any:
+        return 10 * x if x > 1 else original.call_boxed(keys, x)
+
+    def kernels(mode: str) -> Plan:
+        return Plan(kernels=(Kernel(OP, "CPU", around, around=True),))
+
+    patch, one, twice = make(kernels), torch.ones(1), torch.ops.truncdet_patchtest.twice
+    before = torch._C._dispatch_dump(OP)
+    with patch.scope("a"):
+        assert (twice(one), twice(2 * one)) == (2, 20)
+        with patch.scope("off"):
+            assert twice(2 * one) == 4
+        assert twice(2 * one) == 20
+    assert twice(2 * one) == 4
+    assert torch._C._dispatch_dump(OP) == before
+
+
 @pytest.mark.usefixtures("package")
 def test_only_the_notice_of_an_override_is_silenced(monkeypatch: pytest.MonkeyPatch) -> None:
     notice = (
@@ -167,7 +187,7 @@ def test_only_the_notice_of_an_override_is_silenced(monkeypatch: pytest.MonkeyPa
     class Library:
         def __init__(self, *args: str) -> None: ...
 
-        def impl(self, *args: object) -> None:
+        def impl(self, *args: object, **options: bool) -> None:
             warnings.warn(notice, UserWarning, stacklevel=2)
             warnings.warn("something else", UserWarning, stacklevel=2)
 

@@ -1,0 +1,101 @@
+"""From one function to the kernels of an operator's forms: functional, in-place and with out=.
+
+A `Compute` takes the arguments of the functional form and returns the result in memory of its own,
+or None for a call that it leaves to the kernel that was there before: another dtype, wrong
+arguments (whose error is then PyTorch's), a layout that is not strided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from truncdet.fixedpoint import FORMATS
+
+Compute = Callable[..., "Tensor | None"]
+Form = Callable[[Compute], Callable[..., Any]]
+
+_HAS_INTERNAL_OVERLAP = 1  # 2 stands for "too hard to tell", which PyTorch lets pass
+
+
+def functional(compute: Compute) -> Callable[..., Any]:
+    """The kernel of a form that returns a new tensor."""
+
+    def kernel(original: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        result = compute(*args, **kwargs)
+        return original.call_boxed(keys, *args, **kwargs) if result is None else result
+
+    return kernel
+
+
+def in_place(compute: Compute) -> Callable[..., Any]:
+    """The kernel of a form that changes its first argument."""
+
+    def kernel(original: Any, keys: Any, self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = None
+        if writable(self, (*args, *kwargs.values())):
+            result = compute(self, *args, **kwargs)
+        if result is None:
+            return original.call_boxed(keys, self, *args, **kwargs)
+        return self.copy_(result)
+
+    return kernel
+
+
+def into(name: str) -> Form:
+    """The form that writes to the keyword argument `name`, of any shape."""
+
+    def form(compute: Compute) -> Callable[..., Any]:
+        def kernel(original: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+            inputs = dict(kwargs)
+            out = inputs.pop(name)
+            first, *others = args
+            result = None
+            # The first argument may be `out` itself: that is the in-place form.
+            if fits(out, first) and writable(out, (*others, *inputs.values())):
+                result = compute(*args, **inputs)
+            if result is None:
+                return original.call_boxed(keys, *args, **kwargs)
+            # As PyTorch's own kernels: to the right shape, with a warning unless `out` was empty.
+            return torch.ops.aten.clone.out(result, out=out)
+
+        return kernel
+
+    return form
+
+
+def supported(*tensors: Tensor) -> bool:
+    """Whether the tensors are strided and of one dtype and device, and the dtype is one of ours."""
+    first = tensors[0]
+    return first.dtype in FORMATS and all(
+        x.layout == torch.strided and x.dtype == first.dtype and x.device == first.device
+        for x in tensors
+    )
+
+
+def fits(out: Tensor, input: Tensor) -> bool:
+    """Whether results computed from `input` can be copied to `out` as they are."""
+    return (out.dtype, out.device, out.layout) == (input.dtype, input.device, input.layout)
+
+
+def writable(target: Tensor, others: Iterable[object]) -> bool:
+    """Whether PyTorch would write to `target`: no element twice, and none that it still reads."""
+    if torch._debug_has_internal_overlap(target) == _HAS_INTERNAL_OVERLAP:
+        return False
+    return not any(_overlap(target, x) for x in others if isinstance(x, Tensor))
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors without gaps share memory; with gaps PyTorch does not ask either."""
+    if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
+        return False
+    starts = a.data_ptr(), b.data_ptr()
+    ends = (start + x.numel() * x.element_size() for start, x in zip(starts, (a, b), strict=True))
+    return max(starts) < min(ends) and _dense(a) and _dense(b)
+
+
+def _dense(x: Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(x))
