@@ -111,6 +111,21 @@ def sampling_times(result: Result) -> str:
     return table((*header, "others, ms", *peaks_of, "bits repeat"), rows)
 
 
+def ways_times(result: Result) -> str:
+    """Native, truncdet, trick and switch: forward and backward, and a whole training step."""
+    rows = []
+    for row in result.get("ways", []):
+        native, *others = (row["ms"][way] for way in ("native", "truncdet", "trick", "switch"))
+        cells = [row["name"], _number(native, 3)]
+        for ms in others:
+            cells.append("-" if ms is None else f"{ms:.3f} ({ms / native:.2f})")
+        if row["why"].get("switch"):
+            cells[-1] = f"none: {row['why']['switch']}"
+        rows.append(cells)
+    header = ("forward and backward, float32", "native, ms", "truncdet, ms (by native)")
+    return table((*header, "trick, ms", "official switch, ms"), rows)
+
+
 def train_step(result: Result) -> str:
     """A training step of Mask R-CNN, plain and patched."""
     return _trainings("precision", result)
@@ -189,6 +204,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "scatter": ("overhead", scatter_times),
     "resample": ("overhead", resample_times),
     "sampling": ("overhead", sampling_times),
+    "ways": ("overhead", ways_times),
     "train_step": ("train_step", train_step),
     "frameworks": ("frameworks", frameworks),
     "flip_rate": ("flip_rate", flip_rate),

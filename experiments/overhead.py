@@ -1,6 +1,6 @@
 """RoIAlign, scatter and sampling: what repeatability costs, beside the kernels in common use.
 
-    python experiments/overhead.py                              # on a GPU, under a minute
+    python experiments/overhead.py                              # on a GPU, about two minutes
     python experiments/overhead.py --device cpu --size tiny     # does everything run?
 
 Prints the tables, writes experiments/results/overhead_<gpu>.json (tiny: only with --out), and exits
@@ -13,15 +13,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import _measure as measure
+import _ways_picture
 import torch
 from _checks import Check, at_most, conclude, holds
 from _environment import RESULTS, describe, pick_device, write_result
-from _render import overhead_details, overhead_times, resample_times, sampling_times, scatter_times
+from _render import (
+    overhead_details,
+    overhead_times,
+    resample_times,
+    sampling_times,
+    scatter_times,
+    ways_times,
+)
 from _resample_section import CASES as RESAMPLE_CASES
 from _resample_section import check_resample, measure_resample
 from _roi_cases import CASES, FORWARD_LIMIT, Calls, Case
@@ -29,12 +37,23 @@ from _sampling_section import CASES as SAMPLING_CASES
 from _sampling_section import check_sampling, measure_sampling
 from _scatter_section import CASES as SCATTER_CASES
 from _scatter_section import check_scatter, measure_scatter
+from _ways_section import CASES as WAYS_CASES
+from _ways_section import check_ways, measure_step, measure_ways
 
 ERROR_LIMIT = 1.25  # our error against float64, by the native kernel's
 # Besides the output a backward may allocate so much for a RoI, and the allocator rounds two
 # allocations up to blocks of 2 MiB. A second buffer of the output's size is far beyond it.
 SCRATCH_PER_ROI = 8192
 ALLOCATOR_SLACK = 2 * (2 << 20)
+
+# Beside RoIAlign's rows, by their key in the result: the cases, what measures and what checks one
+# of them, and the table.
+SECTIONS: dict[str, tuple[Any, Any, Any, Callable[[dict[str, Any]], str]]] = {
+    "scatter": (SCATTER_CASES, measure_scatter, check_scatter, scatter_times),
+    "resample": (RESAMPLE_CASES, measure_resample, check_resample, resample_times),
+    "sampling": (SAMPLING_CASES, measure_sampling, check_sampling, sampling_times),
+    "ways": (WAYS_CASES, measure_ways, check_ways, ways_times),
+}
 
 
 def measure_case(
@@ -114,30 +133,25 @@ def main(arguments: Sequence[str]) -> int:
             result["rows"].append(row)
             checks += check_row(row, with_limits)
             print(f"measured {row['name']}, {row['layout']}", file=sys.stderr, flush=True)
-    result["scatter"] = []
-    for scatter in SCATTER_CASES:
-        measured = measure_scatter(scatter.tiny() if tiny else scatter, device, repeats)
-        result["scatter"].append(measured)
-        checks += check_scatter(measured, with_limits)
-        print(f"measured {measured['operator']}, {measured['rows']}", file=sys.stderr, flush=True)
-    result["resample"] = []
-    for resample in RESAMPLE_CASES:
-        measured = measure_resample(resample.tiny() if tiny else resample, device, repeats)
-        result["resample"].append(measured)
-        checks += check_resample(measured, with_limits)
-        print(f"measured {resample.operator}", file=sys.stderr, flush=True)
-    result["sampling"] = []
-    for sampling in SAMPLING_CASES:
-        sampled = measure_sampling(sampling.tiny() if tiny else sampling, device, repeats)
-        result["sampling"].append(sampled)
-        checks += check_sampling(sampled, with_limits)
-        print(f"measured {sampled['name']}", file=sys.stderr, flush=True)
+    for key, (cases, measure_one, check_one, _) in SECTIONS.items():
+        result[key] = []
+        for section_case in cases:
+            small = section_case.tiny() if tiny else section_case
+            row = measure_one(small, device, repeats)
+            result[key].append(row)
+            checks += check_one(row, with_limits)
+            print(f"measured {key}: {row.get('name', row.get('operator'))}", file=sys.stderr)
+    step = measure_step(options.size, device)
+    result["ways"].append(step)
+    checks += check_ways(step, with_limits)
     result["checks"] = checks
-    for table in (overhead_times, overhead_details, scatter_times, resample_times, sampling_times):
+    for table in (overhead_times, overhead_details, *(section[3] for section in SECTIONS.values())):
         print(table(result), end="\n\n")
     folder = options.out or (None if tiny else RESULTS)
     if folder is not None:
-        print("written:", write_result(folder, result).name)
+        path = write_result(folder, result)
+        _ways_picture.save(path.with_suffix(".png"), result["ways"])
+        print("written:", path.name)
     return conclude(checks)
 
 
