@@ -19,9 +19,18 @@ from typing import Any
 
 import _measure as measure
 import torch
+from _already_section import CASES as ALREADY_CASES
+from _already_section import check_already, measure_already
 from _checks import Check, at_most, conclude, holds
 from _environment import RESULTS, describe, pick_device, write_result
-from _render import overhead_details, overhead_times, resample_times, sampling_times, scatter_times
+from _render import (
+    already_times,
+    overhead_details,
+    overhead_times,
+    resample_times,
+    sampling_times,
+    scatter_times,
+)
 from _resample_section import CASES as RESAMPLE_CASES
 from _resample_section import check_resample, measure_resample
 from _roi_cases import CASES, FORWARD_LIMIT, Calls, Case
@@ -33,6 +42,14 @@ from _scatter_section import check_scatter, measure_scatter
 ERROR_LIMIT = 1.25  # our error against float64, by the native kernel's
 # Besides the output a backward may allocate so much for a RoI, and the allocator rounds two
 # allocations up to blocks of 2 MiB. A second buffer of the output's size is far beyond it.
+TABLES = (
+    overhead_times,
+    overhead_details,
+    scatter_times,
+    resample_times,
+    sampling_times,
+    already_times,
+)
 SCRATCH_PER_ROI = 8192
 ALLOCATOR_SLACK = 2 * (2 << 20)
 
@@ -132,8 +149,14 @@ def main(arguments: Sequence[str]) -> int:
         result["sampling"].append(sampled)
         checks += check_sampling(sampled, with_limits)
         print(f"measured {sampled['name']}", file=sys.stderr, flush=True)
+    result["already"] = []
+    for already in ALREADY_CASES:
+        repeated = measure_already(already, device, repeats, tiny)
+        result["already"].append(repeated)
+        checks += check_already(repeated)
+        print(f"measured {already.case}", file=sys.stderr, flush=True)
     result["checks"] = checks
-    for table in (overhead_times, overhead_details, scatter_times, resample_times, sampling_times):
+    for table in TABLES:
         print(table(result), end="\n\n")
     folder = options.out or (None if tiny else RESULTS)
     if folder is not None:
