@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from _render_flips import flip_rate, literal_cast
 from _render_stories import batch_norm, story
 from _render_table import table
+
+from truncdet._operators import ROWS, OperatorRow
 
 Result = dict[str, Any]
 MIB = 1 << 20
@@ -126,6 +128,44 @@ def ways_times(result: Result) -> str:
     return table((*header, "trick, ms", "official switch, ms"), rows)
 
 
+def already_times(result: Result) -> str:
+    """Operators of PyTorch that may repeat as they are, and what they take."""
+    rows = []
+    for row in result.get("already", []):
+        times = [_number(row[f"{side}_ms"], 3) for side in ("native", "truncdet")]
+        bits = " / ".join(_yes(row[f"{side}_bits_equal"]) for side in ("native", "truncdet"))
+        rows.append([row["operator"], row["case"], *times, bits])
+    header = ("operator", "case, float32", "PyTorch, ms", "truncdet, ms", "bits repeat")
+    return table(header, rows)
+
+
+def operators(results: dict[str, Result]) -> str:
+    """Every operator of truncdet; where PyTorch was seen to repeat by itself, a column says so."""
+    found = [row for result in results.values() for row in result.get("already", [])]
+    rows = [[_names(row), *_promises(row)] for row in ROWS]
+    header = ["operator", "replaces", "forward", "backward", "devices", "dtypes"]
+    header += ["error of a sum", "extra memory", "originals covered by"]
+    if any(case["native_bits_equal"] for case in found):
+        header.append("PyTorch's own repeated as well")
+        for cells, row in zip(rows, ROWS, strict=True):
+            cells.append(_repeated(row, found))
+    return table(header, rows)
+
+
+def _names(row: OperatorRow) -> str:
+    return ", ".join(f"`{name}`" for name in (row.name, *row.also))
+
+
+def _promises(row: OperatorRow) -> list[str]:
+    promises = [row.replaces, row.forward, row.backward, row.devices, row.dtypes]
+    return [*promises, row.error, row.memory, ", ".join(row.patches) or "-"]
+
+
+def _repeated(row: OperatorRow, found: Sequence[dict[str, Any]]) -> str:
+    cases = [case for case in found if case["operator"] == row.name and case["native_bits_equal"]]
+    return "; ".join(f"{case['case']}: {_number(case['native_ms'], 3)} ms" for case in cases) or "-"
+
+
 def train_step(result: Result) -> str:
     """A training step of Mask R-CNN, plain and patched."""
     return _trainings("precision", result)
@@ -205,6 +245,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "resample": ("overhead", resample_times),
     "sampling": ("overhead", sampling_times),
     "ways": ("overhead", ways_times),
+    "already": ("overhead", already_times),
     "train_step": ("train_step", train_step),
     "frameworks": ("frameworks", frameworks),
     "flip_rate": ("flip_rate", flip_rate),
@@ -214,6 +255,12 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "message_passing": ("message_passing", story),
 }
 
+# Those that are made of all results, or can do without.
+OVERVIEWS: dict[str, Callable[[dict[str, Result]], str]] = {
+    "claims": claims,
+    "operators": operators,
+}
+
 
 def region(name: str, results: dict[str, Result]) -> str:
     """What stands between `<!-- table: NAME -->` and `<!-- end -->`.
@@ -221,10 +268,10 @@ def region(name: str, results: dict[str, Result]) -> str:
     Raises:
         ValueError: there is no table of this name.
     """
-    if name == "claims":
-        return claims(results)
+    if name in OVERVIEWS:
+        return OVERVIEWS[name](results)
     if name not in TABLES:
-        names = ", ".join(("claims", *TABLES))
+        names = ", ".join((*OVERVIEWS, *TABLES))
         raise ValueError(f"tables: marker must be one of {names}, got {name!r}")
     experiment, render = TABLES[name]
     found = [result for result in results.values() if result["experiment"] == experiment]

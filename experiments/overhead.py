@@ -20,9 +20,12 @@ from typing import Any
 import _measure as measure
 import _ways_picture
 import torch
+from _already_section import CASES as ALREADY_CASES
+from _already_section import check_already, measure_already
 from _checks import Check, at_most, conclude, holds
 from _environment import RESULTS, describe, pick_device, write_result
 from _render import (
+    already_times,
     overhead_details,
     overhead_times,
     resample_times,
@@ -52,6 +55,7 @@ SECTIONS: dict[str, tuple[Any, Any, Any, Callable[[dict[str, Any]], str]]] = {
     "scatter": (SCATTER_CASES, measure_scatter, check_scatter, scatter_times),
     "resample": (RESAMPLE_CASES, measure_resample, check_resample, resample_times),
     "sampling": (SAMPLING_CASES, measure_sampling, check_sampling, sampling_times),
+    "already": (ALREADY_CASES, measure_already, check_already, already_times),
     "ways": (WAYS_CASES, measure_ways, check_ways, ways_times),
 }
 

@@ -2,45 +2,67 @@
 
 A `Compute` takes the arguments of the functional form and returns the result in memory of its own,
 or None for a call that it leaves to the kernel that was there before: another dtype, wrong
-arguments (whose error is then PyTorch's), a layout that is not strided.
+arguments (whose error is then PyTorch's), a layout that is not strided. An `Applies` takes the same
+arguments and says whether they ask for what truncdet has a definition of, such as a sum and not a
+product; it comes first, since most calls of some operators, such as index_put, do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from truncdet.fixedpoint import FORMATS
 
-Compute = Callable[..., "Tensor | None"]
-Form = Callable[[Compute], Callable[..., Any]]
+Compute = Callable[..., "Tensor | tuple[Tensor | None, ...] | None"]
+Applies = Callable[..., bool]
+Result = TypeVar("Result")
+Form = Callable[[Compute, Applies], Callable[..., Any]]
 
 _HAS_INTERNAL_OVERLAP = 1  # 2 stands for "too hard to tell", which PyTorch lets pass
 
 
-def functional(compute: Compute) -> Callable[..., Any]:
-    """The kernel of a form that returns a new tensor."""
+def always(*_: object, **__: object) -> bool:
+    """Whatever the arguments are, truncdet has a definition for them."""
+    return True
+
+
+def functional(compute: Compute, applies: Applies) -> Callable[..., Any]:
+    """The kernel of a form that returns new tensors."""
 
     def kernel(original: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        result = compute(*args, **kwargs)
+        result = compute(*args, **kwargs) if applies(*args, **kwargs) else None
         return original.call_boxed(keys, *args, **kwargs) if result is None else result
 
     return kernel
 
 
-def in_place(compute: Compute) -> Callable[..., Any]:
+def in_place(compute: Compute, applies: Applies) -> Callable[..., Any]:
     """The kernel of a form that changes its first argument."""
 
     def kernel(original: Any, keys: Any, self: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = None
-        if writable(self, (*args, *kwargs.values())):
+        if applies(self, *args, **kwargs) and writable(self, (*args, *kwargs.values())):
             result = compute(self, *args, **kwargs)
         if result is None:
             return original.call_boxed(keys, self, *args, **kwargs)
+        assert isinstance(result, Tensor)
         return self.copy_(result)
+
+    return kernel
+
+
+def changing(compute: Compute, applies: Applies) -> Callable[..., Any]:
+    """As `in_place`, for a `compute` that changes its first argument itself and returns it."""
+
+    def kernel(original: Any, keys: Any, self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = None
+        if applies(self, *args, **kwargs) and writable(self, (*args, *kwargs.values())):
+            result = compute(self, *args, **kwargs)
+        return original.call_boxed(keys, self, *args, **kwargs) if result is None else result
 
     return kernel
 
@@ -48,14 +70,18 @@ def in_place(compute: Compute) -> Callable[..., Any]:
 def into(name: str) -> Form:
     """The form that writes to the keyword argument `name`, of any shape."""
 
-    def form(compute: Compute) -> Callable[..., Any]:
+    def form(compute: Compute, applies: Applies) -> Callable[..., Any]:
         def kernel(original: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
             inputs = dict(kwargs)
             out = inputs.pop(name)
             first, *others = args
             result = None
             # The first argument may be `out` itself: that is the in-place form.
-            if fits(out, first) and writable(out, (*others, *inputs.values())):
+            if (
+                applies(*args, **inputs)
+                and fits(out, first)
+                and writable(out, (*others, *inputs.values()))
+            ):
                 result = compute(*args, **inputs)
             if result is None:
                 return original.call_boxed(keys, *args, **kwargs)
@@ -65,6 +91,14 @@ def into(name: str) -> Form:
         return kernel
 
     return form
+
+
+def unless_refused(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result | None:
+    """What one of truncdet's functions returns; None if it cannot take the arguments."""
+    try:
+        return function(*args, **kwargs)
+    except (TypeError, ValueError):
+        return None
 
 
 def supported(*tensors: Tensor) -> bool:
@@ -85,7 +119,16 @@ def writable(target: Tensor, others: Iterable[object]) -> bool:
     """Whether PyTorch would write to `target`: no element twice, and none that it still reads."""
     if torch._debug_has_internal_overlap(target) == _HAS_INTERNAL_OVERLAP:
         return False
-    return not any(_overlap(target, x) for x in others if isinstance(x, Tensor))
+    return not any(_overlap(target, x) for x in _tensors(others))
+
+
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    """The tensors among the arguments of an operator, those in lists included."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

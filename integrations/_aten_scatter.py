@@ -1,7 +1,8 @@
-"""scatter_add and index_add, from aten's arguments to truncdet's.
+"""Sums by index along a dimension, from aten's arguments to truncdet's.
 
-A wrong call is left to the original and its error, but for an index out of range, whose error is
-ours: the CPU raises at once, a GPU with the next call (see `truncdet.check`).
+A wrong call is left to the original and its error, but for an index out of range: a GPU reports it
+with the next call (see `truncdet.check`), and on the CPU scatter_add and index_add have an error of
+their own.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from truncdet.integrations._aten_forms import supported
+from truncdet.integrations._aten_forms import supported, unless_refused
 
+import truncdet
 from truncdet import _scatter_shapes as shapes
 from truncdet import _sticky
 
@@ -40,6 +42,63 @@ def index_add(
     contributions = source if alpha == 1 else source * alpha
     result: Tensor = torch.ops.truncdet.index_add(self, dim, index, contributions, False)
     return result
+
+
+def scatter_reduce(
+    self: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor | None:
+    """In the arguments of `aten::scatter_reduce.two`, for sums and means."""
+    if not (supported(self, src) and _accepts(shapes.check_scatter, self, dim, index, src)):
+        return None
+    return unless_refused(
+        truncdet.scatter_reduce, self, dim, index, src, reduce, include_self=include_self
+    )
+
+
+def sums_or_averages(
+    self: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, **_: object
+) -> bool:
+    """Of scatter_reduce: extrema have no order, and of products truncdet has no definition."""
+    return reduce in ("sum", "mean")
+
+
+def scatter(self: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str) -> Tensor | None:
+    """In the arguments of `aten::scatter.reduce`, for sums."""
+    if not (supported(self, src) and _accepts(shapes.check_scatter, self, dim, index, src)):
+        return None
+    return unless_refused(truncdet.scatter_add, self, dim, index, src)
+
+
+def adds(*_: object, reduce: str = "", **__: object) -> bool:
+    """Of scatter with a reduction, 'add' or 'multiply'."""
+    return reduce == "add"
+
+
+def index_reduce(
+    self: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Tensor | None:
+    """In the arguments of `aten::index_reduce`, for means: scatter_reduce with an index of rows."""
+    if not (supported(self, source) and self.dim() == source.dim()):
+        return None
+    if not _accepts(shapes.check_index, self, dim, index, source):
+        return None
+    index = shapes.expand_index(index, dim, source.shape)
+    return unless_refused(
+        truncdet.scatter_reduce, self, dim, index, source, reduce, include_self=include_self
+    )
+
+
+def averages(
+    self: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, **_: object
+) -> bool:
+    """Of index_reduce."""
+    return reduce == "mean"
 
 
 def _accepts(

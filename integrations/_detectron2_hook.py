@@ -21,16 +21,17 @@ from truncdet._switch import Hold
 _logger = logging.getLogger("detectron2.truncdet")
 _ME = "truncdet.integrations.detectron2"
 _KEYS = ("mode", "strict", "literal", "seed", "verbose")
-_PARTS = ("torchvision", "detectron2")
+_PARTS = ("torch", "torchvision", "detectron2")
 
 
 class TruncdetHook(HookBase):  # type: ignore[misc]
     """Makes one training run repeatable, from `before_train` to `after_train`, then undoes it all.
 
-    It patches detectron2 and the torchvision functions it calls, sets cuDNN's and cuBLAS's
-    switches, seeds the generators if nobody did, and logs the status table. Whatever ends the
-    training, an exception included, everything is put back. Checkpoints that include the trainer,
-    as DefaultTrainer's do, record version, mode, literal and strict.
+    It patches detectron2, the torchvision functions it calls and PyTorch's own operators
+    (truncdet.integrations.aten), sets cuDNN's and cuBLAS's switches, seeds the generators if nobody
+    did, and logs the status table. Whatever ends the training, an exception included, everything is
+    put back. Checkpoints that include the trainer, as DefaultTrainer's do, record version, mode,
+    literal and strict.
 
     Example:
         >>> from truncdet.integrations.detectron2 import TruncdetHook
@@ -39,7 +40,8 @@ class TruncdetHook(HookBase):  # type: ignore[misc]
         'fixed_point'
 
     Args:
-        mode: 'fixed_point', 'truncate', or 'off', with which the hook does nothing at all.
+        mode: 'fixed_point', 'truncate', which leaves PyTorch's own operators alone, or 'off', with
+            which the hook does nothing at all.
         strict: True raises when a CUDA operator runs that is known to differ from run to run and
             is not covered; 'warn' warns once per operator.
         literal: with 'truncate', the published recipe as it is written: RoIs in half too.

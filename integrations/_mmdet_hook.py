@@ -25,10 +25,11 @@ class TruncdetHook(Hook):  # type: ignore[misc]
     """Swaps the RoI layers of the runner's model, and sets what else a repeatable run needs.
 
     Before the run (training, validation or test): every RoI layer of the built model becomes
-    reproducible in place, cuDNN's and cuBLAS's switches are set, worker processes that mmengine
-    spawns get a hash seed, and what now holds is logged as a table. Each checkpoint's
-    `meta['truncdet']` records version, mode, literal and strict. After the run switches and
-    environment are what they were; the layers stay swapped.
+    reproducible in place, PyTorch's own operators are patched (truncdet.integrations.aten), cuDNN's
+    and cuBLAS's switches are set, worker processes that mmengine spawns get a hash seed, and what
+    now holds is logged as a table. Each checkpoint's `meta['truncdet']` records version, mode,
+    literal and strict. After the run kernels, switches and environment are what they were; the
+    layers stay swapped.
 
     Example:
         >>> from mmengine.registry import HOOKS
@@ -37,8 +38,9 @@ class TruncdetHook(Hook):  # type: ignore[misc]
         'fixed_point'
 
     Args:
-        mode: 'fixed_point' (same bits always), 'truncate' (probable), or 'off', with which the
-            hook does nothing at all. It also holds for extractors that have a mode of their own.
+        mode: 'fixed_point' (same bits always), 'truncate' (probable; PyTorch's own operators stay
+            as they are), or 'off', with which the hook does nothing at all. It also holds for
+            extractors that have a mode of their own.
         strict: True raises when a CUDA operator runs that is known to differ from run to run and
             is not covered; 'warn' warns once per operator.
         literal: with 'truncate', the published recipe as it is written: RoIs in half too.
@@ -48,6 +50,7 @@ class TruncdetHook(Hook):  # type: ignore[misc]
     Raises:
         ValueError: for an unknown key, mode or level, and for literal without 'truncate'.
         TypeError: for a value of a wrong type.
+        TruncdetError: before the run, if torch's version is outside the tested range.
     """
 
     # First, so that hooks that copy the model before the run copy the swapped layers.
@@ -81,8 +84,9 @@ class TruncdetHook(Hook):  # type: ignore[misc]
         model = runner.model
         while is_model_wrapper(model):
             model = model.module
-        # Frameworks stay as they are: this is about one model.
-        self._scope = Hold(mode=self.mode, strict=self.strict, frameworks=())
+        # RoI layers are swapped in this model alone. PyTorch's own operators have no layers to
+        # swap: they are patched while the run lasts.
+        self._scope = Hold(mode=self.mode, strict=self.strict, frameworks=("torch",))
         try:
             _seed_hashes(runner.seed, self._scope)
             conversion = convert(model, self.mode, literal=self.literal)
@@ -95,7 +99,7 @@ class TruncdetHook(Hook):  # type: ignore[misc]
             raise
 
     def after_run(self, runner: Any) -> None:
-        """Puts switches and environment back."""
+        """Puts kernels, switches and environment back."""
         self.close()
 
     def close(self) -> None:

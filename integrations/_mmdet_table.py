@@ -8,21 +8,22 @@ from truncdet.integrations._convert import Conversion
 from truncdet.integrations._layers import swap_of
 from truncdet.integrations._roi import Recipe
 
-from truncdet._status import _NOT_COVERED, _TIERS, Row, Status
+from truncdet._status import Row, Status
+from truncdet._status_rows import NOT_COVERED, TIERS
 
 _HERE = "this model"
-_CALLED = "what a model calls as a function, such as mmcv.ops.point_sample, has no row here"
+_CALLED = "mmcv's functions that a model calls, such as mmcv.ops.deform_conv2d, have no row here"
 
 
 def table(model: nn.Module, conversion: Conversion, status: Status) -> Status:
     """Returns the rows of one model, its holes included, and those of patches that are open."""
     rows = _covered(model)
     rows += [
-        Row(f"{left.name} ({left.layer}): {left.reason}", _HERE, "-", _NOT_COVERED, "off")
+        Row(f"{left.name} ({left.layer}): {left.reason}", _HERE, "-", NOT_COVERED, "off")
         for left in conversion.skipped
     ]
     rows += [
-        Row(f"{left.name} ({left.layer})", _HERE, "-", _NOT_COVERED, "off")
+        Row(f"{left.name} ({left.layer})", _HERE, "-", NOT_COVERED, "off")
         for left in conversion.not_covered
     ]
     # The count of converted layers is about the whole process; the model's have rows.
@@ -33,7 +34,8 @@ def table(model: nn.Module, conversion: Conversion, status: Status) -> Status:
     rows += [
         row
         for row in status.rows
-        if row.framework in ("mmcv", "mmdet") and not row.covered_by.startswith(_NOT_COVERED)
+        if row.framework in ("torch", "mmcv", "mmdet")
+        and not row.covered_by.startswith(NOT_COVERED)
     ]
     return Status(tuple(rows), (*notes, _CALLED))
 
@@ -50,7 +52,7 @@ def _covered(model: nn.Module) -> list[Row]:
 
 
 def _row(parent: str, layer: str, recipe: Recipe, number: int) -> Row:
-    tier, by = _TIERS[recipe.mode]
+    tier, by = TIERS[recipe.mode]
     mode = f"{recipe.mode} (literal)" if recipe.literal else recipe.mode
     return Row(
         f"{parent} ({number} {layer})", _HERE, tier, by.replace("patch:", "swapped in:"), mode

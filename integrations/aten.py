@@ -1,27 +1,30 @@
-"""PyTorch's own operators: gradients of interpolation and adaptive pooling, scatter and index adds.
+"""PyTorch's own operators: gradients of resampling and embeddings, sums by index, histograms.
 
 The dispatcher's CPU and CUDA kernels are overridden, so functions, methods, in-place forms, other
 libraries, TorchScript and references taken before the patch all reach ours, and so do gradients
-that are made of these operators: those of gather, take_along_dim and index_select. Above the
-kernels nothing changes: autograd's formulas, autocast, functionalization, vmap, meta and fake
-tensors. What counts is the patch at the time a kernel runs, for a gradient that of its *backward*.
+that are made of these operators: those of gather, take_along_dim, index_select, take and x[index].
+Above the kernels nothing changes: autograd's formulas, autocast, functionalization, vmap, meta and
+fake tensors. What counts is the patch at the time a kernel runs, for a gradient that of its
+*backward*.
 
-Calls that truncdet has no definition for (integers, complex numbers, wrong arguments) run the
-original kernel.
+Calls that truncdet has no definition for (integers, complex numbers, products and extrema, wrong
+arguments) run the original kernel, and so do those that add nothing, such as an index_put by one
+mask.
 
 Code of torch.compile is covered where it calls these operators when it runs: all of it with the
-backend 'eager'; pooling, scatter_add and index_add with 'aot_eager', but not interpolation, which
-every backend of AOTAutograd gets as multiplications and index_put; and nothing for which
-'inductor' generates code of its own, its atomics for scatter_add among it.
+backend 'eager'; with 'aot_eager' too, where interpolation becomes multiplications and an index_put,
+which repeats but has other bits than truncdet.interpolate; and nothing for which 'inductor'
+generates code of its own, its atomics for scatter_add among it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from truncdet.integrations._aten_table import OPERATORS
+from truncdet.integrations._aten_table import BY_NAME, OPERATORS
 from truncdet.integrations._patch import Kernel, Patch, Plan
 
 from truncdet._mode import check_mode
@@ -95,15 +98,18 @@ def mode() -> str:
     return _PATCH.mode
 
 
-def covers(op: str, dtype: torch.dtype) -> bool:
+def covers(op: str, dtype: torch.dtype, arguments: Mapping[str, Any]) -> bool:
     """Returns whether a call of this dispatcher operator repeats: used by the strict checker."""
-    return is_patched() and op in OPERATORS and dtype in FORMATS
+    operator = BY_NAME.get(op)
+    if operator is None or not is_patched() or dtype not in FORMATS:
+        return False
+    return operator.applies(**arguments)
 
 
 def _plan(mode: str) -> Plan:
     return Plan(
         kernels=tuple(
-            Kernel(name + end, key, form(operator.compute), around=True)
+            Kernel(name + end, key, form(operator.compute, operator.applies), around=True)
             for name, operator in OPERATORS.items()
             for end, form in operator.forms.items()
             for key in ("CPU", "CUDA")

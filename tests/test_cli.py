@@ -13,6 +13,8 @@ from click.testing import CliRunner
 
 import truncdet
 from truncdet._cli import main
+from truncdet._operators import ROWS
+from truncdet._status import operators_text
 
 # Prints the modules that --help brings in on top of the package itself.
 HELP = """
@@ -46,14 +48,21 @@ def test_version_is_that_of_the_package() -> None:
 
 
 def test_status_prints_the_table() -> None:
-    assert output("status").rstrip("\n") == str(truncdet.status())
+    assert output("status").rstrip("\n") == f"{truncdet.status()}\n\n{operators_text()}"
+    lines = operators_text().splitlines()
+    assert lines[0].split() == [
+        *("operator", "replaces", "forward", "backward", "devices", "dtypes", "error", "memory")
+    ]
+    assert len(lines) == len(ROWS) + 2
+    assert lines[2].split()[:2] == ["truncdet.roi_align", "torchvision.ops.roi_align;"]
 
 
 def test_status_can_show_what_enable_covers_and_leaves_nothing_patched() -> None:
     with truncdet.deterministic():
         expected = str(truncdet.status())
     before = str(truncdet.status())
-    assert output("status", "--enable").rstrip("\n") == expected != before
+    found = output("status", "--enable").rstrip("\n")
+    assert found == f"{expected}\n\n{operators_text()}" and expected != before
     assert str(truncdet.status()) == before
 
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import types
 from collections.abc import Callable
 
 import pytest
-from truncdet.integrations import aten
+from truncdet.integrations import _aten_table, aten
 from truncdet.integrations import torchvision as tv
-from truncdet.integrations._aten_table import OPERATORS
+from truncdet.integrations._aten_table import BY_NAME, OPERATORS
 
 import truncdet
-from truncdet import _status
+from truncdet import _operators, _status, _status_rows
 from truncdet._frameworks import integration_name
+from truncdet._strict_table import TABLE
 
-OWN = ("truncdet.roi_align", "truncdet.scatter_add", "truncdet.index_add")
 PATCHED = ("RoIAlign, roi_align", "MultiScaleRoIAlign", "detection models: box and mask heads")
 
 
@@ -28,8 +29,11 @@ def rows() -> dict[str, _status.Row]:
 
 
 def test_own_operators_are_always_covered() -> None:
-    for name in OWN:
-        assert (rows()[name].covered_by, rows()[name].mode) == ("own kernel", "fixed_point")
+    own = [row for row in truncdet.status().rows if row.framework == "truncdet"]
+    assert {"truncdet.roi_align", "truncdet.index_add"} < {row.operator for row in own}
+    assert {row.covered_by for row in own} == {"own kernel"}
+    modes = {row.operator: row.mode for row in own if row.mode != "fixed_point"}
+    assert modes == {"truncdet.wrap": "truncate", "truncdet.snap": "snap"}
 
 
 @pytest.mark.parametrize(
@@ -62,8 +66,55 @@ def test_rows_of_torch_follow_its_patch() -> None:
     assert found == {("-", "not covered")}
 
 
-def test_holes_are_listed() -> None:
-    assert rows()["deform_conv2d backward"].covered_by == "not covered"
+def test_holes_are_what_the_strict_checker_knows_and_no_patch_covers() -> None:
+    with aten.patched():
+        holes = {name for name, row in rows().items() if row.tier == "-"}
+    assert {
+        "reflection_pad1d, reflection_pad2d, reflection_pad3d: backward",
+        "nll_loss2d with a reduction",
+        "median with indices",
+        "scatter_reduce with 'prod'",
+        "put without accumulate",
+        "cumsum",
+    } <= holes
+    words = {
+        kernel.partition("::")[2].removesuffix("_backward").removesuffix("_forward").strip("_")
+        for kernel in TABLE
+        if kernel not in BY_NAME and kernel != "torchvision::_roi_align_backward"
+    }
+    named = {
+        word
+        for hole in holes
+        for word in re.split(r", | |: ", hole.partition(" with")[0].partition(": ")[0])
+    }
+    assert words <= named
+    assert not named & {"grid_sampler_2d", "upsample_bilinear2d", "scatter_add", "index_put"}
+
+
+def test_a_hole_is_gone_once_an_operator_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    covered = dict(_aten_table.BY_NAME)
+    assert "cumsum" in rows()
+    monkeypatch.setattr(
+        _aten_table, "BY_NAME", {**covered, "aten::cumsum": covered["aten::index_add"]}
+    )
+    assert "cumsum" not in rows()
+
+
+def test_torchvisions_other_operators_follow_its_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, name = "torchvision::_roi_pool_backward", "roi_pool: backward"
+    row = _operators.ROWS[0]._replace(name="roi_pool")
+    monkeypatch.setattr(_status_rows, "BY_KERNEL", {**_operators.BY_KERNEL, kernel: row})
+    monkeypatch.setattr(tv, "covers", lambda op, dtype: op == kernel)
+    assert rows()[name].covered_by == "not covered"
+    with tv.patched():
+        found = rows()[name]
+        assert rows()["deform_conv2d: backward"].covered_by == "not covered"
+    assert (found.tier, found.covered_by, found.mode) == (
+        row.tier,
+        "patch: truncdet.roi_pool",
+        "fixed_point",
+    )
+    assert "roi_align: backward" not in rows()
 
 
 @pytest.fixture
@@ -75,10 +126,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         def pretended(name: str, package: str | None = None) -> object:
             if name in (*names, *modes):
                 return importlib.machinery.ModuleSpec(name, None)
-            return None if name in _status._PARTS else find(name, package)
+            return None if name in _status_rows.PARTS else find(name, package)
 
         monkeypatch.setattr(importlib.util, "find_spec", pretended)
-        for name in _status._PARTS:
+        for name in _status_rows.PARTS:
             monkeypatch.delitem(sys.modules, name, raising=False)
             ours = types.SimpleNamespace(mode=lambda name=name: modes.get(name, "off"))
             monkeypatch.setitem(sys.modules, integration_name(name), ours)
@@ -123,7 +174,8 @@ def test_rows_of_the_other_frameworks_follow_their_patches(
     assert {row.operator for row in rows if row.mode == mode} == COVERED[framework]
     assert {row.tier for row in rows if row.mode == mode} == {tier}
     holes = [row for row in rows if row.mode == "off"]
-    assert holes and {row.covered_by for row in holes} == {"not covered"}
+    # mmdet has no kernels of its own.
+    assert {row.covered_by for row in holes} == (set() if framework == "mmdet" else {"not covered"})
     others = [row for row in truncdet.status().rows if row.framework not in COVERED]
     assert {row.covered_by for row in others if row.framework == "truncdet"} == {"own kernel"}
     assert {row.covered_by for row in others if row.framework == "torch"} == {"not covered"}

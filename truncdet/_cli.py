@@ -110,19 +110,20 @@ class _CannotUse(click.ClickException):
     help="As under truncdet.enable(): import and patch every installed framework first.",
 )
 def status(enable: bool) -> None:
-    """Print what truncdet covers, and what it does not.
+    """Print what truncdet covers, what it does not, and what its own operators promise.
 
-    Nothing is patched in a process that has just started, so without --enable the table tells what
-    is installed.
+    Nothing is patched in a process that has just started, so without --enable the first table tells
+    what is installed. README explains tiers and letters.
     """
     import truncdet
+    from truncdet._status import operators_text
 
     if not enable:
-        click.echo(truncdet.status())
+        click.echo(f"{truncdet.status()}\n\n{operators_text()}")
         return
     try:
         with truncdet.deterministic() as table:
-            click.echo(table)
+            click.echo(f"{table}\n\n{operators_text()}")
     except truncdet.TruncdetError as error:
         raise _CannotUse(f"truncdet status: {error}") from error
 

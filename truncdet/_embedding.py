@@ -14,6 +14,7 @@ from torch import Tensor
 from truncdet import _scatter_shapes as shapes
 from truncdet import _sticky
 from truncdet import fixedpoint as fp
+from truncdet._compact import groups, worthwhile
 from truncdet._count import count
 from truncdet._divide import divide
 from truncdet._embedding_arguments import check_table, padding_row
@@ -51,9 +52,18 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def weight_gradient(
     grad: Tensor, indices: Tensor, rows: int, padding_idx: int, scale: bool
 ) -> Tensor:
-    """Sums the rows of `grad` by index; divided, and of the compute type, with `scale`."""
+    """Sums the rows of `grad` by index; with `scale` divided by their numbers."""
     # -1 is out of range and left out: padding, and what the forward has reported already.
     indices = torch.where(indices == padding_idx, -1, indices).to(torch.int64)
+    if not worthwhile(indices.numel(), rows, rows * grad.size(1)):
+        return _sums(grad, indices, rows, scale)
+    total = grad.new_zeros(rows, grad.size(1))
+    made = groups(indices, rows)
+    made.write(total, 0, _sums(grad, made.adding, indices.numel(), scale))
+    return total
+
+
+def _sums(grad: Tensor, indices: Tensor, rows: int, scale: bool) -> Tensor:
     kind = fp.compute_dtype(grad.dtype) if scale else grad.dtype
     start = grad.new_zeros(rows, grad.size(1), dtype=kind)
     total: Tensor = torch.ops.truncdet.index_add(start, 0, indices, grad, False, 0)

@@ -11,6 +11,7 @@ used. The forward has no atomics and is PyTorch's, as is the gradient of the sam
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from truncdet import _scatter_shapes as shapes
 from truncdet import _sticky
 from truncdet import fixedpoint as fp
 from truncdet._accumulate_rows import accumulate_rows
+from truncdet._compact import groups, worthwhile
 from truncdet._count import count
 from truncdet._divide import divide
 from truncdet._embedding import divide_by_count
@@ -88,25 +90,48 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     bags = offsets.size(0) - int(include_last)
     places = torch.arange(indices.size(0), device=indices.device, dtype=offsets.dtype)
     bag = torch.searchsorted(offsets[:bags].contiguous(), places, right=True) - 1
-    table = weight_grad = sample_grad = None
+    weight_grad = sample_grad = None
     if ctx.needs_input_grad[0]:
-        used = torch.where(indices == padding_idx, -1, indices).to(torch.int64)
-        kind = fp.compute_dtype(grad.dtype)
-        if mode == MEAN:
-            inside = torch.where(used >= 0, bag, -1)
-            grad = torch.ops.truncdet._divide(grad, count(inside, bags), kind)
-        start = grad.new_zeros(weight.shape, dtype=kind if scale else grad.dtype)
-        table = accumulate_rows(start, used, grad, bag, samples)
-        if scale:
-            weight_grad = divide_by_count(table, used, weight.dtype)
-        else:
-            weight_grad = divide(table, None, weight.dtype)
+        weight_grad = table_gradient(
+            grad, weight.shape, indices, bag, samples, mode, scale, padding_idx
+        )
     if ctx.needs_input_grad[3]:
         inside = _in_range(weight, indices, padding_idx)
         sample_grad = torch.ops.aten._embedding_bag_per_sample_weights_backward(
             grad, weight, inside, offsets, bag.to(inside.dtype), mode, padding_idx
         )
     return weight_grad, None, None, sample_grad, None, None, None, None
+
+
+def table_gradient(
+    grad: Tensor,
+    shape: Sequence[int],
+    indices: Tensor,
+    bag: Tensor,
+    samples: Tensor | None,
+    mode: int,
+    scale: bool,
+    padding_idx: int,
+) -> Tensor:
+    """The gradient of a table of `shape`; `bag` has the row of `grad` for each of `indices`."""
+    used = torch.where(indices == padding_idx, -1, indices).to(torch.int64)
+    dtype, kind = grad.dtype, fp.compute_dtype(grad.dtype)
+    if mode == MEAN:
+        inside = torch.where(used >= 0, bag, -1)
+        grad = torch.ops.truncdet._divide(grad, count(inside, grad.size(0)), kind)
+    rows, width = shape
+    few = groups(used, rows) if worthwhile(used.numel(), rows, rows * width) else None
+    here = used if few is None else few.adding
+    start = grad.new_zeros(
+        rows if few is None else used.numel(), width, dtype=kind if scale else grad.dtype
+    )
+    table = accumulate_rows(start, here, grad, bag.to(torch.int64), samples)
+    table = divide_by_count(table, here, dtype) if scale else divide(table, None, dtype)
+    if few is None:
+        return table
+    whole = table.new_zeros(shape)
+    few.write(whole, 0, table)
+    return whole
 
 
 LIB.impl("embedding_bag", _forward, "CompositeExplicitAutograd")

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from truncdet import _scatter_shapes as shapes
 from truncdet import _sticky
+from truncdet._compact import add_few, worthwhile
 from truncdet._library import LIB
 from truncdet._sticky import INDEX_PUT
 
@@ -60,19 +62,30 @@ LIB.define(
 
 
 def _cells(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """The vector of cells that indices of one shape name; -1 where one of them is out of range."""
-    cells = outside = torch.zeros((), dtype=torch.int64, device=indices[0].device)
-    for size, index in zip(sizes, indices, strict=True):
-        index = index.to(torch.int64)
-        if index.is_cpu and index.numel() > 0:
-            low, high = (int(x) for x in torch.aminmax(index))
-            if low < -size or high >= size:
-                got = low if low < -size else high
-                raise ValueError(f"index_put: indices must be in [{-size}, {size}), got {got}")
-        index = torch.where(index < 0, index + size, index)
+    """The vector of cells that indices of one shape name; out of range where one of them is."""
+    places = [_from_the_start(index, size) for size, index in zip(sizes, indices, strict=True)]
+    if len(places) == 1:
+        return places[0].flatten()
+    cells, outside = places[0], _outside(places[0], sizes[0])
+    for size, index in zip(sizes[1:], places[1:], strict=True):
         cells = cells * size + index
-        outside = outside | (index < 0) | (index >= size)
-    return cells.masked_fill(outside.to(torch.bool), -1).flatten()
+        outside = outside | _outside(index, size)
+    return cells.masked_fill(outside, -1).flatten()
+
+
+def _from_the_start(index: Tensor, size: int) -> Tensor:
+    """A new tensor that counts from the start what `index` counts from the end."""
+    index = index.to(torch.int64)
+    if index.is_cpu and index.numel() > 0:
+        low, high = (int(x) for x in torch.aminmax(index))
+        if low < -size or high >= size:
+            got = low if low < -size else high
+            raise ValueError(f"index_put: indices must be in [{-size}, {size}), got {got}")
+    return torch.where(index < 0, index + size, index)
+
+
+def _outside(index: Tensor, size: int) -> Tensor:
+    return (index < 0) | (index >= size)
 
 
 LIB.impl("_cells", _cells, "CompositeExplicitAutograd")
@@ -125,6 +138,43 @@ def index_put(
     _sticky.raise_pending()
     if not accumulate:
         raise ValueError("index_put: accumulate must be True, got False")
+    call = _three_dimensions(input, indices, values, exact)
+    sums: Tensor = torch.ops.truncdet.index_add(
+        call.target, 1, call.cells, call.source, exact, INDEX_PUT
+    )
+    return sums.reshape(call.moved).permute(call.back).contiguous()
+
+
+def index_put_(input: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> None:
+    """As `index_put` with accumulate=True, in place, without a gradient.
+
+    Where few cells are named, no others are read or written.
+    """
+    _sticky.raise_pending()
+    call = _three_dimensions(input, indices, values, False)
+    target, cells = call.target, call.cells
+    in_input = target.untyped_storage().data_ptr() == input.untyped_storage().data_ptr()
+    if in_input and worthwhile(cells.numel(), target.size(1), target.numel()):
+        add_few(target, cells, call.source, INDEX_PUT)
+        return
+    sums = torch.ops.truncdet.index_add(target, 1, cells, call.source, False, INDEX_PUT)
+    input.copy_(sums.reshape(call.moved).permute(call.back))
+
+
+class _Call(NamedTuple):
+    """Arguments of index_add along the second of three dimensions, and the way back: the shape of
+    `target` before it had three, and the order of its dimensions in the input."""
+
+    target: Tensor
+    cells: Tensor
+    source: Tensor
+    moved: Sequence[int]
+    back: list[int]
+
+
+def _three_dimensions(
+    input: Tensor, indices: Sequence[Tensor | None], values: Tensor, exact: bool
+) -> _Call:
     _check(input, indices, values)
     entries = _expand_masks(input, indices)
     if len(entries) > input.dim():
@@ -153,9 +203,8 @@ def index_put(
     source = _expand_values(values, shape, exact).reshape(
         target.size(0), cells.numel(), target.size(2)
     )
-    sums: Tensor = torch.ops.truncdet.index_add(target, 1, cells, source, exact, INDEX_PUT)
     back = [order.index(d) for d in range(input.dim())]
-    return sums.reshape(moved.shape).permute(back).contiguous()
+    return _Call(target, cells, source, moved.shape, back)
 
 
 def _expand_values(values: Tensor, shape: Sequence[int], exact: bool) -> Tensor:

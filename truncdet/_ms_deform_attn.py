@@ -1,6 +1,8 @@
 """Multi-scale deformable attention that repeats bit for bit: schema, autograd, public function.
 
 The maths and the plain-tensor reference are in _ms_deform_attn_reference.py, the kernels in csrc.
+There is no module beside the function: mmcv's MultiScaleDeformableAttention is a layer of four
+linear projections, a dropout and a residual around it, and its copies differ in them.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ that runs only there is seen too. Kernels that bypass the dispatcher (mmcv, nvdi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,11 @@ class StrictMode(TorchDispatchMode):
             names = [argument.name for argument in func._schema.arguments]
             bound = {**dict(zip(names, args, strict=False)), **kwargs}
             dtype = self._dtype(bound.values())
-            if dtype is not None and entry.when(bound) and not _covered(op, dtype, entry.flag):
+            if (
+                dtype is not None
+                and entry.when(bound)
+                and not _covered(op, dtype, bound, entry.flag)
+            ):
                 self._report(op, f"{op}: {entry.why}; {entry.fix}")
         return func(*args, **kwargs)
 
@@ -86,8 +90,11 @@ def leave(mode: StrictMode) -> None:
     mode.__exit__(None, None, None)
 
 
-def _covered(op: str, dtype: torch.dtype, flag: bool) -> bool:
+def _covered(op: str, dtype: torch.dtype, arguments: Mapping[str, Any], flag: bool) -> bool:
     if flag and torch.are_deterministic_algorithms_enabled():
         return True
-    patches = map(integration, ("torch", "torchvision"))
-    return any(patch is not None and patch.covers(op, dtype) for patch in patches)
+    # torch's own operators are covered for some of their arguments, torchvision's for all.
+    ours, theirs = map(integration, ("torch", "torchvision"))
+    return (ours is not None and ours.covers(op, dtype, arguments)) or (
+        theirs is not None and theirs.covers(op, dtype)
+    )

@@ -1,7 +1,8 @@
 """Operators whose CUDA kernels add floats in no fixed order, why, and what to do instead.
 
 Keys are schema names without overload and without the underscore of in-place forms. Sources: the
-kernels themselves (file names below) and the list in `torch.use_deterministic_algorithms`.
+kernels themselves (file names below) and the list in `torch.use_deterministic_algorithms`. Where
+truncdet has an operator of its own the remedy names it, by the rows of truncdet._operators.
 """
 
 from __future__ import annotations
@@ -9,23 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from truncdet._operators import instead_of
+from truncdet.fixedpoint import FORMATS
+
 
 class Entry(NamedTuple):
     """One operator: the reason, the remedy, whether PyTorch's own deterministic flag is a remedy,
-    and the arguments for which any of it holds."""
+    and the arguments for which any of it holds, in words as well."""
 
     why: str
     fix: str
     flag: bool = False
     when: Callable[[Mapping[str, Any]], bool] = lambda arguments: True
+    calls: str = ""
 
 
 _FLAG = "set torch.use_deterministic_algorithms(True) for it (slower)"
-_SAMPLES = "sample with fixed weights (a convolution or matrix product) instead"
 _STRIDE = "use a fixed kernel size and stride, or pool by reshape and mean"
-_NEAREST = "use mode='nearest'"
 _PAD = "pad with zeros, or by indexing with torch.flip and torch.cat"
 _CPU = "compute it on the CPU"
+_PRODUCTS = "of products: compute them on the CPU"
 
 
 def _max_mode(arguments: Mapping[str, Any]) -> bool:
@@ -37,6 +41,11 @@ def _adds(arguments: Mapping[str, Any]) -> bool:
     return arguments.get("reduce") in ("sum", "mean", "prod", "add", "multiply")
 
 
+def _adds_tensors(arguments: Mapping[str, Any]) -> bool:
+    # One number added again and again gives the same in every order.
+    return "src" in arguments and _adds(arguments)
+
+
 def _weighted(arguments: Mapping[str, Any]) -> bool:
     return arguments.get("weights") is not None
 
@@ -45,119 +54,155 @@ def _with_dim(arguments: Mapping[str, Any]) -> bool:
     return "dim" in arguments
 
 
+def _beyond_integers(arguments: Mapping[str, Any]) -> bool:
+    # It adds ones: exact, and so in any order, up to the last integer without a gap.
+    x = arguments["self"]
+    return x.dtype not in FORMATS or bool(x.numel() > 2 ** FORMATS[x.dtype].precision)
+
+
+def _remedy(kernel: str, without: str = "", rest: str = "") -> str:
+    """What truncdet has instead, and what remains; `without` if truncdet has nothing."""
+    return "; ".join(part for part in (instead_of(kernel) or without, rest) if part)
+
+
 _TORCHVISION = {
-    "_roi_align_backward": Entry(
-        "float atomics in roi_align_kernel.cu",
-        "truncdet.integrations.torchvision.patch(), or truncdet.roi_align",
-    ),
-    "_roi_pool_backward": Entry(
-        "float atomics in roi_pool_kernel.cu", "truncdet.roi_align(..., pool_mode='max') instead"
-    ),
-    "_ps_roi_align_backward": Entry("float atomics in ps_roi_align_kernel.cu", _CPU),
-    "_ps_roi_pool_backward": Entry("float atomics in ps_roi_pool_kernel.cu", _CPU),
-    "_deform_conv2d_backward": Entry(
-        "float atomics of col2im in deform_conv2d_kernel.cu", "use a plain convolution instead"
-    ),
+    f"torchvision::{name}_backward": Entry(
+        f"float atomics {where}", _remedy(f"torchvision::{name}_backward", without)
+    )
+    for name, where, without in (
+        ("_roi_align", "in roi_align_kernel.cu", ""),
+        (
+            "_roi_pool",
+            "in roi_pool_kernel.cu",
+            "truncdet.roi_align(..., pool_mode='max') instead",
+        ),
+        ("_ps_roi_align", "in ps_roi_align_kernel.cu", _CPU),
+        ("_ps_roi_pool", "in ps_roi_pool_kernel.cu", _CPU),
+        (
+            "_deform_conv2d",
+            "of col2im in deform_conv2d_kernel.cu",
+            "use a plain convolution instead",
+        ),
+    )
 }
 
+
+def _gradient(name: str, source: str, without: str = "", flag: bool = False) -> dict[str, Entry]:
+    """The entry of an operator's backward that adds by atomics."""
+    kernel = f"aten::{name}_backward"
+    fix = _remedy(kernel, without)
+    return {kernel: Entry(f"float atomics in {source}", fix, flag=flag)}
+
+
 _RESAMPLING = {
-    **{
-        f"{name}_backward": Entry("float atomics in GridSampler.cu", _SAMPLES)
-        for name in ("grid_sampler_2d", "grid_sampler_3d", "cudnn_grid_sampler")
-    },
-    **{
-        f"{name}_backward": Entry(f"float atomics in {source}.cu", remedy)
-        for name, source, remedy in (
-            ("upsample_linear1d", "UpSampleLinear1d", _NEAREST),
-            # Under the flag F.interpolate takes another path and these two are never called.
-            ("upsample_bilinear2d", "UpSampleBilinear2d", f"{_NEAREST}, or {_FLAG}"),
-            ("upsample_trilinear3d", "UpSampleTrilinear3d", f"{_NEAREST}, or {_FLAG}"),
-            ("upsample_bicubic2d", "UpSampleBicubic2d", _NEAREST),
-            ("_upsample_bilinear2d_aa", "UpSampleBilinear2d", _NEAREST),
-            ("_upsample_bicubic2d_aa", "UpSampleBilinear2d", _NEAREST),
-        )
-    },
-    **{
-        f"reflection_pad{dim}d_backward": Entry(
-            "float atomics in ReflectionPad.cu", _FLAG if dim == 2 else _PAD, flag=dim == 2
-        )
-        for dim in (1, 2, 3)
-    },
-    **{
-        f"replication_pad{dim}d_backward": Entry(
-            "float atomics in ReplicationPadding.cu", _FLAG, flag=True
-        )
-        for dim in (1, 2, 3)
-    },
+    **_gradient("grid_sampler_2d", "GridSampler.cu"),
+    **_gradient("grid_sampler_3d", "GridSampler.cu"),
+    **_gradient("cudnn_grid_sampler", "cuDNN"),
+    # Under the flag F.interpolate takes another path for bilinear and trilinear.
+    **_gradient("upsample_linear1d", "UpSampleLinear1d.cu"),
+    **_gradient("upsample_bilinear2d", "UpSampleBilinear2d.cu"),
+    **_gradient("upsample_trilinear3d", "UpSampleTrilinear3d.cu"),
+    **_gradient("upsample_bicubic2d", "UpSampleBicubic2d.cu"),
+    **_gradient("_upsample_bilinear2d_aa", "UpSampleBilinear2d.cu", "use antialias=False"),
+    **_gradient("_upsample_bicubic2d_aa", "UpSampleBilinear2d.cu", "use antialias=False"),
+    **_gradient("reflection_pad1d", "ReflectionPad.cu", _PAD),
+    **_gradient("reflection_pad2d", "ReflectionPad.cu", _FLAG, flag=True),
+    **_gradient("reflection_pad3d", "ReflectionPad.cu", _PAD),
+    **_gradient("replication_pad1d", "ReplicationPadding.cu", _FLAG, flag=True),
+    **_gradient("replication_pad2d", "ReplicationPadding.cu", _FLAG, flag=True),
+    **_gradient("replication_pad3d", "ReplicationPadding.cu", _FLAG, flag=True),
 }
 
 _POOLING = {
-    "_adaptive_avg_pool2d_backward": Entry("float atomics in AdaptiveAveragePooling.cu", _STRIDE),
-    "_adaptive_avg_pool3d_backward": Entry("float atomics in AdaptiveAveragePooling3d.cu", _STRIDE),
-    "adaptive_max_pool2d_backward": Entry("float atomics in AdaptiveMaxPooling2d.cu", _STRIDE),
-    "adaptive_max_pool3d_backward": Entry("float atomics in AdaptiveMaxPooling3d.cu", _STRIDE),
-    "avg_pool3d_backward": Entry("float atomics in AveragePool3d.cu", _STRIDE),
-    "max_pool3d_with_indices_backward": Entry(
-        "float atomics in DilatedMaxPool3d.cu", _FLAG, flag=True
-    ),
-    "fractional_max_pool2d_backward": Entry("float atomics in FractionalMaxPool2d.cu", _STRIDE),
-    "fractional_max_pool3d_backward": Entry("float atomics in FractionalMaxPool3d.cu", _STRIDE),
-    "max_unpool2d": Entry("the last writer wins in MaxUnpooling.cu", "unpool by scatter"),
-    "max_unpool3d": Entry("the last writer wins in MaxUnpooling.cu", "unpool by scatter"),
+    **_gradient("_adaptive_avg_pool2d", "AdaptiveAveragePooling.cu"),
+    **_gradient("_adaptive_avg_pool3d", "AdaptiveAveragePooling3d.cu"),
+    **_gradient("adaptive_max_pool2d", "AdaptiveMaxPooling2d.cu"),
+    **_gradient("adaptive_max_pool3d", "AdaptiveMaxPooling3d.cu", _STRIDE),
+    **_gradient("avg_pool3d", "AveragePool3d.cu", _STRIDE),
+    **_gradient("max_pool3d_with_indices", "DilatedMaxPool3d.cu", _FLAG, flag=True),
+    **_gradient("fractional_max_pool2d", "FractionalMaxPool2d.cu", _STRIDE),
+    **_gradient("fractional_max_pool3d", "FractionalMaxPool3d.cu", _STRIDE),
+    **{
+        f"aten::max_unpool{dims}d": Entry(
+            "the last writer wins in MaxUnpooling.cu", "unpool by scatter"
+        )
+        for dims in (2, 3)
+    },
 }
 
 _LOSSES = {
-    "nll_loss2d_forward": Entry(
+    "aten::nll_loss2d_forward": Entry(
         "float atomics in NLLLoss2d.cu",
-        "reduce the loss of reduction='none' yourself",
+        _remedy("aten::nll_loss2d_forward", "reduce the loss of reduction='none' yourself"),
         when=lambda arguments: arguments.get("reduction") != 0,
+        calls="with a reduction",
     ),
-    "_ctc_loss_backward": Entry("float atomics in LossCTC.cu", _CPU),
-    "embedding_dense_backward": Entry(
-        "the order of equal indices in Embedding.cu", _FLAG, flag=True
+    **_gradient("_ctc_loss", "LossCTC.cu", _CPU),
+    "aten::embedding_dense_backward": Entry(
+        "the order of equal indices in Embedding.cu",
+        _remedy("aten::embedding_dense_backward"),
+        flag=True,
     ),
-    "_embedding_bag_backward": Entry(
-        "float atomics in EmbeddingBag.cu", "mode='sum' or 'mean'", when=_max_mode
+    "aten::_embedding_bag_backward": Entry(
+        "float atomics in EmbeddingBag.cu",
+        "truncdet.enable(), or mode='sum' or 'mean'",
+        when=_max_mode,
     ),
 }
 
 # index_put with accumulate=True, the backward of x[index], is absent on purpose: on CUDA it always
 # takes the sorting kernel, whatever the flag says.
 _INDEXING = {
-    "scatter_add": Entry(
-        "float atomics in ScatterGatherKernel.cu", "truncdet.scatter_add", flag=True
+    "aten::scatter_add": Entry(
+        "float atomics in ScatterGatherKernel.cu", _remedy("aten::scatter_add"), flag=True
     ),
-    "scatter": Entry("float atomics in ScatterGatherKernel.cu", "truncdet.scatter_add", when=_adds),
-    "scatter_reduce": Entry(
+    "aten::scatter": Entry(
         "float atomics in ScatterGatherKernel.cu",
-        "truncdet.scatter_add, and a count for the mean",
+        _remedy("aten::scatter", rest=_PRODUCTS),
+        when=_adds_tensors,
+    ),
+    "aten::scatter_reduce": Entry(
+        "float atomics in ScatterGatherKernel.cu",
+        _remedy("aten::scatter_reduce", rest=_PRODUCTS),
         flag=True,
         when=_adds,
     ),
-    "index_add": Entry("float atomics in Indexing.cu", "truncdet.index_add", flag=True),
-    "index_reduce": Entry(
-        "float atomics in Indexing.cu", "truncdet.index_add and a count", when=_adds
+    "aten::index_add": Entry("float atomics in Indexing.cu", _remedy("aten::index_add"), flag=True),
+    "aten::index_reduce": Entry(
+        "float atomics in Indexing.cu",
+        _remedy("aten::index_reduce", rest=_PRODUCTS),
+        when=_adds,
     ),
-    "put": Entry("float atomics or the last writer in IndexKernel.cu", "truncdet.scatter_add"),
+    "aten::put": Entry(
+        "float atomics or the last writer in IndexKernel.cu",
+        _remedy("aten::put", rest="without accumulate: name no place twice, by index_put"),
+    ),
 }
 
 _STATISTICS = {
-    "histc": Entry("float atomics in SummaryOps.cu", "torch.bincount of integer bins"),
-    "bincount": Entry("float atomics in SummaryOps.cu", "truncdet.index_add", when=_weighted),
-    "median": Entry(
-        "which of equal values gives the index in Sorting.cu", "a stable sort", when=_with_dim
+    "aten::histc": Entry(
+        "float atomics in SummaryOps.cu", _remedy("aten::histc"), when=_beyond_integers
     ),
-    "nanmedian": Entry(
-        "which of equal values gives the index in Sorting.cu", "a stable sort", when=_with_dim
+    "aten::bincount": Entry(
+        "float atomics in SummaryOps.cu", _remedy("aten::bincount"), when=_weighted
     ),
-    "cumsum": Entry("decoupled look-back scan in ScanKernels.cpp", _FLAG, flag=True),
+    **{
+        f"aten::{name}": Entry(
+            "which of equal values gives the index in Sorting.cu",
+            "a stable sort",
+            when=_with_dim,
+            calls="with indices",
+        )
+        for name in ("median", "nanmedian")
+    },
+    "aten::cumsum": Entry("decoupled look-back scan in ScanKernels.cpp", _FLAG, flag=True),
 }
 
 TABLE: Mapping[str, Entry] = {
-    **{f"torchvision::{name}": entry for name, entry in _TORCHVISION.items()},
-    **{
-        f"aten::{name}": entry
-        for group in (_RESAMPLING, _POOLING, _LOSSES, _INDEXING, _STATISTICS)
-        for name, entry in group.items()
-    },
+    **_TORCHVISION,
+    **_RESAMPLING,
+    **_POOLING,
+    **_LOSSES,
+    **_INDEXING,
+    **_STATISTICS,
 }

@@ -15,6 +15,7 @@ import _detectron2_tiny as tiny
 import pytest
 import torch
 from detectron2.engine import HookBase, default_setup
+from truncdet.integrations import aten
 from truncdet.integrations import detectron2 as d2
 from truncdet.integrations import torchvision as tv
 from truncdet.integrations.detectron2 import TruncdetHook, add_truncdet_config, build_hook
@@ -25,6 +26,7 @@ from truncdet.testing import assert_bitwise_equal
 
 LAYER: Any = sys.modules["detectron2.layers.roi_align"]
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+KERNELS = ("_index_put_impl_", "grid_sampler_2d_backward", "index_add_", "scatter_reduce.two_out")
 
 
 def surroundings() -> dict[str, Any]:
@@ -33,6 +35,8 @@ def surroundings() -> dict[str, Any]:
         "names": [vars(LAYER)["roi_align"], vars(sys.modules["detectron2.layers"])["roi_align"]],
         "call": "__call__" in vars(vars(LAYER)["ROIAlign"]),
         "patched": (d2.mode(), tv.mode()),
+        "aten": aten.mode(),
+        "kernels": [torch._C._dispatch_dump(f"aten::{name}") for name in KERNELS],
         "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
         "fill": torch.utils.deterministic.fill_uninitialized_memory,
         "cublas": os.environ.get(CUBLAS),
@@ -118,6 +122,9 @@ def test_it_holds_through_the_training_and_no_longer(
     train_net(config(tmp_path, MODE=mode, STRICT=strict), *moments, setup=False)
     inside = moments[1].seen[-1]
     assert inside["patched"] == (mode, mode)
+    # 'truncate' knows nothing of PyTorch's own operators.
+    assert inside["aten"] == ("fixed_point" if mode == "fixed_point" else "off")
+    assert (inside["kernels"] != before["kernels"]) == (mode == "fixed_point")
     assert all(new is not old for new, old in zip(inside["names"], before["names"], strict=True))
     assert inside["cudnn"] == (True, False)
     assert inside["cublas"] == ":4096:8"
@@ -247,8 +254,9 @@ def test_checkpoints_record_the_mode_and_load_without_the_hook(tmp_path: Path, l
 def test_the_table_and_the_notes_go_to_detectron2s_log(tmp_path: Path, log: Log) -> None:
     train_net(config(tmp_path, steps=1), setup=False)
     (message,) = log.messages
-    rows = [line for line in message.splitlines() if "detectron2" in line]
-    assert any("fixed_point" in row and "not covered" not in row for row in rows)
+    for framework in ("detectron2", "torch "):
+        rows = [line for line in message.splitlines() if f"  {framework}" in line]
+        assert any("fixed_point" in row and "not covered" not in row for row in rows)
     assert "note: no seed was given" in message
     assert "PYTHONHASHSEED" not in message
     log.messages.clear()

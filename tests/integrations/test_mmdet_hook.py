@@ -21,8 +21,10 @@ from mmdet.utils import register_all_modules
 from mmengine.config import Config, DictAction
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
+from truncdet.integrations import aten
 from truncdet.integrations import mmdet as mm
 from truncdet.integrations import torchvision as tv
+from truncdet.integrations._aten_table import OPERATORS
 from truncdet.integrations._layers import swap_of
 
 import truncdet
@@ -39,17 +41,24 @@ def outside() -> dict[str, Any]:
     return {
         **flags,
         **{k: os.environ.get(k) for k in ("CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED")},
+        "aten": aten.mode(),
     }
+
+
+def kernels() -> list[str]:
+    """The dispatcher's kernels of PyTorch's own operators."""
+    ends = ((name, end) for name, operator in OPERATORS.items() for end in operator.forms)
+    return [torch._C._dispatch_dump(name + end) for name, end in ends]
 
 
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    before, restore = outside(), _seed.saved_states()
+    before, restore = (outside(), kernels()), _seed.saved_states()
     yield
     restore()
-    assert outside() == before
+    assert (outside(), kernels()) == before
     assert not _switch._stack
 
 
@@ -95,10 +104,41 @@ def test_every_layer_is_swapped_and_the_scope_ends_with_the_run(mode: str) -> No
         "benchmark": False,
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "PYTHONHASHSEED": "3",
+        "aten": "off" if mode == "truncate" else mode,
     }
     hook.after_run(runner)
     assert outside() == before
     hook.after_run(runner)  # a second end changes nothing
+
+
+def test_pytorchs_own_operators_are_covered_for_the_run_and_no_longer() -> None:
+    rows, values = torch.tensor([0, 0, 0]), torch.tensor([1.0, 2.0**-24, 2.0**-24])
+    orders = (torch.arange(3), torch.arange(2, -1, -1))
+
+    def sums() -> set[float]:
+        return {torch.zeros(1).index_put((rows,), values[o], True).item() for o in orders}
+
+    before = kernels()
+    assert len(sums()) == 2
+    hook, runner = mm.TruncdetHook(strict=True), stub(torch.nn.Linear(1, 1))
+    hook.before_run(runner)
+    assert sums() == {1 + 2.0**-23} and kernels() != before
+    hook.after_run(runner)
+    assert len(sums()) == 2 and kernels() == before
+    with aten.patched():
+        inside = aten.mode()
+        hook.before_run(runner)
+        hook.after_run(runner)
+        assert aten.mode() == inside
+
+
+def test_a_scope_that_outlives_the_run_keeps_them_covered() -> None:
+    hook, runner = mm.TruncdetHook(verbose=False), stub(torch.nn.Linear(1, 1))
+    hook.before_run(runner)
+    with truncdet.deterministic(frameworks=["torch"]):
+        hook.after_run(runner)
+        assert aten.is_patched()
+    assert not aten.is_patched()
 
 
 def test_off_does_nothing_at_all() -> None:
@@ -144,7 +184,9 @@ def test_the_table_names_the_layers_and_never_calls_them_uncovered() -> None:
         assert line.startswith(f"roi_head.{head}_roi_extractor.roi_layers (4 RoIAlign)")
         assert "T1 T2 T3o T3c" in line and "truncdet.roi_align" in line
     assert "not covered" not in text  # this model has no other layer that varies
-    assert "point_sample, has no row here" in text
+    assert "such as mmcv.ops.deform_conv2d, have no row here" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("embedding: backward"))
+    assert "patch: truncdet.embedding" in line
     # The note of `status()`, which counts the layers of the process, would repeat the rows.
     assert "truncdet.convert has" not in text and "truncdet.convert has" in str(truncdet.status())
     assert "PYTHONHASHSEED is not set" in text
