@@ -23,8 +23,26 @@ TRUNCDET_HD uint64_t digest_term(T word, uint64_t index) {
   return mix64(wide + (index + 1) * kWeyl);
 }
 
+// Whether the elements fill one piece of memory, in whatever order of dimensions.
+inline bool is_dense(const Tensor& tensor) {
+  if (tensor.is_contiguous()) return true;
+  const auto size = tensor.sizes();
+  const auto stride = tensor.strides();
+  // The strides of a dense tensor, taken from the smallest, are the products of the sizes before.
+  int64_t expected = 1;
+  for (int64_t taken = 0; taken < tensor.dim(); ++taken) {
+    bool found = false;
+    for (int64_t d = 0; d < tensor.dim() && !found; ++d) {
+      found = size[d] != 1 && stride[d] == expected;
+      if (found) expected *= size[d];
+    }
+    if (!found) break;
+  }
+  return expected == tensor.numel();
+}
+
 inline void check_digest(const Tensor& words, const Tensor& sums, int64_t slot, int64_t start) {
-  TRUNCDET_CHECK(words.is_contiguous(), "_digest_words: words must be contiguous");
+  TRUNCDET_CHECK(is_dense(words), "_digest_words: words must be dense in memory");
   TRUNCDET_CHECK(sums.scalar_type() == ScalarType::Long && sums.dim() == 1 && sums.is_contiguous(),
                  "_digest_words: sums must be a contiguous vector of int64");
   TRUNCDET_CHECK(slot >= 0 && slot < sums.numel(), "_digest_words: slot must be from 0 to ",
@@ -36,29 +54,30 @@ inline void check_digest(const Tensor& words, const Tensor& sums, int64_t slot, 
 
 }  // namespace truncdet
 
-// Runs `...` with `word_t` standing for the type of the words.
-#define TRUNCDET_DISPATCH_WORDS(scalar_type, ...)                                            \
-  switch (scalar_type) {                                                                     \
-    case torch::headeronly::ScalarType::Byte: {                                              \
-      using word_t = uint8_t;                                                                \
-      __VA_ARGS__();                                                                         \
-      break;                                                                                 \
-    }                                                                                        \
-    case torch::headeronly::ScalarType::Short: {                                             \
-      using word_t = int16_t;                                                                \
-      __VA_ARGS__();                                                                         \
-      break;                                                                                 \
-    }                                                                                        \
-    case torch::headeronly::ScalarType::Int: {                                               \
-      using word_t = int32_t;                                                                \
-      __VA_ARGS__();                                                                         \
-      break;                                                                                 \
-    }                                                                                        \
-    case torch::headeronly::ScalarType::Long: {                                              \
-      using word_t = int64_t;                                                                \
-      __VA_ARGS__();                                                                         \
-      break;                                                                                 \
-    }                                                                                        \
-    default:                                                                                 \
-      TRUNCDET_CHECK(false, "_digest_words: words must be of uint8, int16, int32 or int64"); \
+// Runs `...` with `word_t` standing for an integer of the elements' size.
+#define TRUNCDET_DISPATCH_WORDS(element_size, ...)                                      \
+  switch (element_size) {                                                               \
+    case 1: {                                                                           \
+      using word_t = uint8_t;                                                           \
+      __VA_ARGS__();                                                                    \
+      break;                                                                            \
+    }                                                                                   \
+    case 2: {                                                                           \
+      using word_t = int16_t;                                                           \
+      __VA_ARGS__();                                                                    \
+      break;                                                                            \
+    }                                                                                   \
+    case 4: {                                                                           \
+      using word_t = int32_t;                                                           \
+      __VA_ARGS__();                                                                    \
+      break;                                                                            \
+    }                                                                                   \
+    case 8: {                                                                           \
+      using word_t = int64_t;                                                           \
+      __VA_ARGS__();                                                                    \
+      break;                                                                            \
+    }                                                                                   \
+    default:                                                                            \
+      TRUNCDET_CHECK(false, "_digest_words: words must be of 1, 2, 4 or 8 bytes, got ", \
+                     element_size);                                                     \
   }

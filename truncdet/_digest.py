@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truncdet._bits import bits
+from truncdet._bits import WORDS, bits
 from truncdet._library import LIB
 
 CHUNK = 1 << 20  # elements hashed at once: bounds the int64 temporaries to a few times 8 MiB
@@ -110,8 +110,12 @@ LIB.define(
 
 
 def digest_words_reference(words: Tensor, sums: Tensor, slot: int, start: int) -> None:
-    """Adds sum_i h_i of contiguous integer words, the first with i = start, to the int64 in `slot`
-    of `sums`."""
+    """Adds sum_i h_i of the words, the first with i = start, to the int64 in `slot` of `sums`.
+
+    Words are the elements in the order of memory, which must be dense; floats count as their words.
+    """
+    words = words.detach().as_strided((words.numel(),), (1,))
+    words = words.view(WORDS[words.element_size()])
     total, start = sums[slot], start + 1
     for chunk in _chunks(words):
         state = torch.arange(chunk.numel(), dtype=torch.int64, device=words.device)

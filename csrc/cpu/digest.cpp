@@ -7,7 +7,7 @@ namespace {
 void digest_words_cpu(Tensor words, Tensor sums, int64_t slot, int64_t start) {
   check_digest(words, sums, slot, start);
   uint64_t total = 0;
-  TRUNCDET_DISPATCH_WORDS(words.scalar_type(), [&] {
+  TRUNCDET_DISPATCH_WORDS(words.element_size(), [&] {
     const word_t* from = const_data<word_t>(words);
     const int64_t count = words.numel();
     for (int64_t i = 0; i < count; ++i) total += digest_term(from[i], start + i);

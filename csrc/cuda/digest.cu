@@ -53,7 +53,7 @@ void digest_words_cuda(Tensor words, Tensor sums, int64_t slot, int64_t start) {
   const DeviceGuard guard(words.get_device_index());
   const cudaStream_t stream = current_stream(words);
   auto* sum = reinterpret_cast<unsigned long long*>(mutable_data<int64_t>(sums)) + slot;
-  TRUNCDET_DISPATCH_WORDS(words.scalar_type(), [&] {
+  TRUNCDET_DISPATCH_WORDS(words.element_size(), [&] {
     constexpr int64_t kEach = kVectorBytes / sizeof(word_t);
     const word_t* from = const_data<word_t>(words);
     // A view may start anywhere, but at a multiple of its own element.
