@@ -173,10 +173,8 @@ def _explained(
 
 def _inputs(step: Step, place: Place) -> tuple[str, ...]:
     """Slots of the 'in' observations of the same call: those just before the output."""
-    for number, where in enumerate(_numbered(step)):
-        if where == (place.key, place.occurrence):
-            break
-    found = []
+    number = list(_numbered(step)).index((place.key, place.occurrence))
+    found: list[str] = []
     for key in reversed(step.keys[:number]):
         if key[:3] != place.key[:3] or key.kind == "state":
             if found or key.phase != place.key.phase:

@@ -1,4 +1,4 @@
-"""`record`: every batch, activation, gradient and state of a training as digests, to be compared."""
+"""`record`: batches, activations, gradients and state of a training as digests, to compare."""
 
 from __future__ import annotations
 

@@ -49,23 +49,21 @@ class Owners:
 
 
 @contextmanager
-def observed(recorder: Recorder, owners: Owners, source: Callable[[Node], str]) -> Iterator[None]:
-    """While it lasts, torch.autograd's two entries hook every node of their graph first.
-
-    `source` tells the source line behind a node, or ''.
-    """
+def entries(prepare: Callable[[Iterator[Node]], list[Any]]) -> Iterator[None]:
+    """While it lasts, torch.autograd's two entries call `prepare` with all nodes of their graph
+    first, and remove the hooks that it returns afterwards."""
     before = torch.autograd.backward, torch.autograd.grad
 
     def entry(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            hooks = _hook(_roots(tensors), recorder, owners, source) if recorder.on else []
+            roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+            hooks = prepare(nodes(roots))
             try:
                 return original(tensors, *args, **kwargs)
             finally:
                 for hook in hooks:
                     hook.remove()
-                owners.forget()
 
         return run
 
@@ -77,26 +75,39 @@ def observed(recorder: Recorder, owners: Owners, source: Callable[[Node], str]) 
         torch.autograd.backward, torch.autograd.grad = before
 
 
-def _roots(tensors: Any) -> Iterable[Tensor]:
-    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-
-
-def _hook(
-    roots: Iterable[Tensor], recorder: Recorder, owners: Owners, source: Callable[[Node], str]
-) -> list[Any]:
-    hooks, seen = [], set[Node]()
-    stack = [root.grad_fn for root in roots]
+def nodes(roots: Iterable[Tensor]) -> Iterator[Node]:
+    """Every node behind the tensors, once."""
+    seen: set[Node] = set()
+    stack = [root.grad_fn for root in roots if isinstance(root, Tensor)]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        name = node.name()
-        if not name.endswith("AccumulateGrad"):  # gradients of leaves are observed as such
-            watch = functools.partial(_see, recorder, owners.of(node), name, source(node))
-            hooks.append(node.register_hook(watch))
+        yield node
         stack += (child for child, _ in node.next_functions)
-    return hooks
+
+
+@contextmanager
+def observed(recorder: Recorder, owners: Owners, source: Callable[[Node], str]) -> Iterator[None]:
+    """While it lasts, what each node of a backward takes and gives is observed.
+
+    `source` tells the source line behind a node, or ''.
+    """
+
+    def prepare(graph: Iterator[Node]) -> list[Any]:
+        if not recorder.on:
+            return []
+        hooks = []
+        for node in graph:
+            name = node.name()
+            if not name.endswith("AccumulateGrad"):  # gradients of leaves are observed as such
+                watch = functools.partial(_see, recorder, owners.of(node), name, source(node))
+                hooks.append(node.register_hook(watch))
+        return hooks
+
+    with entries(prepare):
+        yield
 
 
 def _see(

@@ -16,7 +16,7 @@ from truncdet._trace_values import tensors
 _OWN = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 # They only look at memory that others have written, or give memory that nobody has.
-_UNSEEN = frozenset(
+UNSEEN = frozenset(
     ("detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
      "resize_", "set_", "_local_scalar_dense", "is_pinned", "_pin_memory", "record_stream")
 )  # fmt: skip
@@ -57,7 +57,7 @@ class OpRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name
         short = name.rpartition("::")[2]
-        if not self._recorder.on or short in _UNSEEN or name.startswith("truncdet::_digest"):
+        if not self._recorder.on or short in UNSEEN or name.startswith("truncdet::_digest"):
             return func(*args, **kwargs)
         where = self._where()
         read = args[1:] if short in _OVERWRITING else args
