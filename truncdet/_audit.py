@@ -141,9 +141,7 @@ class Ledger:
     def skip(self, op: str, why: str) -> None:
         self._skipped.setdefault(op, why)
 
-    def check(
-        self, op: str, phase: str, source: str, first: Any, again: Callable[[], Any]
-    ) -> None:
+    def check(self, op: str, phase: str, source: str, first: Any, again: Callable[[], Any]) -> None:
         """Runs `again` the remaining times and compares the tensors in what it gives."""
         entry = self._found.setdefault((op, phase, source), Finding(op, phase, source))
         entry.calls += 1
@@ -190,7 +188,9 @@ class _Repeater(TorchDispatchMode):
 
     def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ledger = self._ledger
-        written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
+        written = [
+            a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
+        ]
         names = [a.name for a in func._schema.arguments]
         changed = {n for n, w in zip(names, written, strict=True) if w}
         seeded = torch.Tag.nondeterministic_seeded in func.tags

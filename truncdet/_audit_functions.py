@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from truncdet._trace_backward import entries
+from truncdet._trace_backward import entries, nodes
 from truncdet._trace_values import tensors
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def observed_functions(ledger: Ledger) -> Iterator[None]:
         _repeat_forward(ledger, original, cls, args, kwargs, result)
         return result
 
-    def prepare(graph: Iterator[Any]) -> list[Any]:
-        custom = (node for node in graph if isinstance(node, BackwardCFunction))
+    def prepare(roots: tuple[Tensor, ...]) -> list[Any]:
+        custom = (node for node in nodes(roots) if isinstance(node, BackwardCFunction))
         return [node.register_hook(_repeat_backward(ledger, node)) for node in custom]
 
     function.apply = classmethod(apply)

@@ -49,16 +49,16 @@ class Owners:
 
 
 @contextmanager
-def entries(prepare: Callable[[Iterator[Node]], list[Any]]) -> Iterator[None]:
-    """While it lasts, torch.autograd's two entries call `prepare` with all nodes of their graph
-    first, and remove the hooks that it returns afterwards."""
+def entries(prepare: Callable[[tuple[Tensor, ...]], list[Any]]) -> Iterator[None]:
+    """While it lasts, torch.autograd's two entries call `prepare` with the tensors they start
+    from first, and remove the hooks that it returns afterwards."""
     before = torch.autograd.backward, torch.autograd.grad
 
     def entry(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-            hooks = prepare(nodes(roots))
+            hooks = prepare(roots)
             try:
                 return original(tensors, *args, **kwargs)
             finally:
@@ -95,11 +95,13 @@ def observed(recorder: Recorder, owners: Owners, source: Callable[[Node], str]) 
     `source` tells the source line behind a node, or ''.
     """
 
-    def prepare(graph: Iterator[Node]) -> list[Any]:
+    def prepare(roots: tuple[Tensor, ...]) -> list[Any]:
         if not recorder.on:
             return []
+        if len(roots) == 1:
+            recorder.see_loss("loss", roots[0])
         hooks = []
-        for node in graph:
+        for node in nodes(roots):
             name = node.name()
             if not name.endswith("AccumulateGrad"):  # gradients of leaves are observed as such
                 watch = functools.partial(_see, recorder, owners.of(node), name, source(node))

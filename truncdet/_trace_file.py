@@ -36,11 +36,18 @@ class Key(NamedTuple):
 
 @dataclass
 class Step:
-    """The observations of one step, in the order of time."""
+    """The observations of one step, in the order of time, and its losses (None: not finite)."""
 
     number: int
     keys: list[Key] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
+    losses: dict[str, float | None] = field(default_factory=dict)
+
+    def join(self, later: Step) -> None:
+        """Appends observations of the same step."""
+        self.keys += later.keys
+        self.digests += later.digests
+        self.losses |= later.losses
 
 
 @dataclass
@@ -58,6 +65,13 @@ class Trace:
     steps: list[Step] = field(default_factory=list)
     complete: bool = False
     kept: dict[str, Any] | None = None
+
+    def append(self, step: Step) -> None:
+        """Adds a step, or a further part of the last one."""
+        if self.steps and self.steps[-1].number == step.number:
+            self.steps[-1].join(step)
+        else:
+            self.steps.append(step)
 
     def save(self, path: str | Path) -> None:
         """Writes the trace, all or nothing.
@@ -86,6 +100,7 @@ def encode_step(step: Step, known: dict[Key, int]) -> str:
         ids.append(known[key])
     content = {"step": step.number, "keys": new}
     content |= {"ids": _pack("I", ids), "digests": _pack("q", step.digests)}
+    content |= {"losses": step.losses}
     return _line(content)
 
 
@@ -118,12 +133,13 @@ def read(path: str | Path) -> Trace:
             break
         keys += (Key(*key) for key in content["keys"])
         ids = _unpack("I", content["ids"])
-        step = Step(content["step"], [keys[i] for i in ids], _unpack("q", content["digests"]))
-        if trace.steps and trace.steps[-1].number == step.number:
-            trace.steps[-1].keys += step.keys
-            trace.steps[-1].digests += step.digests
-        else:
-            trace.steps.append(step)
+        step = Step(
+            content["step"],
+            [keys[i] for i in ids],
+            _unpack("q", content["digests"]),
+            content["losses"],
+        )
+        trace.append(step)
     return trace
 
 

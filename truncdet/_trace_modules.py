@@ -121,6 +121,8 @@ def _after(
         op = type(module).__name__
         recorder.see_tensor("forward", path, op, "out", slot, tensor, known=True)
         owners.claim(path, tensor)
+        if not path:
+            recorder.see_loss(slot.strip("[]'\"") or "output", tensor)
     if not path:
         see_state(module, recorder, "buffer")
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from truncdet._trace_file import Key, Step, Trace, Writer
 from truncdet._trace_ring import Pending, Ring, layout
+from truncdet._trace_scalars import Scalars
 
 _MOST = 100_000  # observations after which an unusually long step is written in parts
 
@@ -33,6 +34,7 @@ class _Open(NamedTuple):
     keys: list[Key]
     where: list[tuple[torch.device, int]]
     digests: Pending
+    losses: Scalars
 
 
 class Recorder:
@@ -58,6 +60,7 @@ class Recorder:
         self._lock = threading.RLock()
         self._keys: list[Key] = []
         self._where: list[tuple[torch.device, int]] = []
+        self._losses = Scalars()
         self._flying: _Open | None = None
         self._seen: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._busy = threading.local()
@@ -101,6 +104,12 @@ class Recorder:
             key = Key(phase, module, op, kind, slot, layout(tensor), source)
             self.see(key, tensor, known=known)
 
+    def see_loss(self, name: str, value: Tensor) -> None:
+        """Keeps the value of a scalar, for the curves of a report."""
+        if self.on and value.numel() == 1 and value.is_floating_point():
+            with self._lock, self.working(), torch.no_grad():
+                self._losses.add(name, value)
+
     def close_step(self) -> None:
         """Ends the step: its digests travel to the host while the next step runs."""
         with self._lock:
@@ -126,8 +135,11 @@ class Recorder:
     def _send(self) -> None:
         self._land()
         with self.working():
-            self._flying = _Open(self.number, self._keys, self._where, self._ring.take())
-        self._keys, self._where = [], []
+            self._losses.send()
+            self._flying = _Open(
+                self.number, self._keys, self._where, self._ring.take(), self._losses
+            )
+        self._keys, self._where, self._losses = [], [], Scalars()
         self._seen.clear()  # slots begin at 0 again
 
     def _land(self) -> None:
@@ -135,14 +147,11 @@ class Recorder:
             return
         flying, self._flying = self._flying, None
         sums = flying.digests.read()
-        step = Step(flying.number, flying.keys, [sums[d][slot] for d, slot in flying.where])
+        digests = [sums[device][slot] for device, slot in flying.where]
+        step = Step(flying.number, flying.keys, digests, flying.losses.read())
         if self._writer is not None:
             self._writer.step(step)
-        if self.trace.steps and self.trace.steps[-1].number == step.number:
-            self.trace.steps[-1].keys += step.keys
-            self.trace.steps[-1].digests += step.digests
-        else:
-            self.trace.steps.append(step)
+        self.trace.append(step)
 
     def _known(self, tensor: Tensor) -> int | None:
         found = self._seen.get(id(tensor))
