@@ -17,6 +17,7 @@ from truncdet._compare import Verdict as Verdict
 from truncdet._compare import compare as compare
 from truncdet._digest import Digest as Digest
 from truncdet._digest import digest as digest
+from truncdet._doctor import doctor as doctor
 from truncdet._dynamic_scatter import DynamicScatter as DynamicScatter
 from truncdet._dynamic_scatter import dynamic_scatter as dynamic_scatter
 from truncdet._embedding import embedding as embedding

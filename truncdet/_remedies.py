@@ -16,8 +16,8 @@ _CUDNN = (
 )
 _SEED = "seed the generators before the model is made: truncdet.enable(seed=0)"
 _DATA = (
-    "seed the sampler and the workers: DataLoader(generator=truncdet.generator(), "
-    "worker_init_fn=...), and augment from generators that are seeded"
+    "seed the sampler and the workers: DataLoader(generator=truncdet.generator(0)), "
+    "and augment from generators that are seeded in the workers"
 )
 _NCCL = "fix the order of the reduction: NCCL_ALGO=Ring and a fixed number of channels"
 

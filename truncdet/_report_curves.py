@@ -44,7 +44,8 @@ def curves(traces: list[Trace]) -> str:
             "</text>"
         )
     labels = (
-        f'<text x="0" y="{_HEIGHT - _EDGE}">{low:.4g}</text><text x="0" y="{_EDGE}">{high:.4g}</text>'
+        f'<text x="0" y="{_HEIGHT - _EDGE}">{low:.4g}</text>'
+        f'<text x="0" y="{_EDGE}">{high:.4g}</text>'
         f'<text x="{_EDGE}" y="{_HEIGHT - 10}">step {first}</text>'
         f'<text x="{_WIDTH - 2 * _EDGE}" y="{_HEIGHT - 10}">step {last}</text>'
     )

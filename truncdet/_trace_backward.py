@@ -52,7 +52,8 @@ class Owners:
 def entries(prepare: Callable[[tuple[Tensor, ...]], list[Any]]) -> Iterator[None]:
     """While it lasts, torch.autograd's two entries call `prepare` with the tensors they start
     from first, and remove the hooks that it returns afterwards."""
-    before = torch.autograd.backward, torch.autograd.grad
+    autograd: Any = torch.autograd
+    before = autograd.backward, autograd.grad
 
     def entry(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -68,11 +69,11 @@ def entries(prepare: Callable[[tuple[Tensor, ...]], list[Any]]) -> Iterator[None
         return run
 
     # Attributes that Tensor.backward looks up at every call.
-    torch.autograd.backward, torch.autograd.grad = map(entry, before)  # type: ignore[assignment]
+    autograd.backward, autograd.grad = map(entry, before)
     try:
         yield
     finally:
-        torch.autograd.backward, torch.autograd.grad = before
+        autograd.backward, autograd.grad = before
 
 
 def nodes(roots: Iterable[Tensor]) -> Iterator[Node]:

@@ -13,6 +13,7 @@ from truncdet._trace_backward import Owners
 from truncdet._trace_recorder import Recorder
 from truncdet._trace_values import tensors
 
+_autograd: Any = torch.autograd
 _OWN = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 # They only look at memory that others have written, or give memory that nobody has.
@@ -36,7 +37,7 @@ class Sources:
     def note(self) -> str:
         """The line that is running; nodes made by the operator it calls get the next number."""
         line = _line()
-        self._of[torch.autograd._get_sequence_nr()] = line
+        self._of[_autograd._get_sequence_nr()] = line
         return line
 
     def of_node(self, node: Any) -> str:

@@ -54,7 +54,7 @@ def _max_ulp(a: Tensor, b: Tensor) -> int | None:
     places = [_place(value[number]) for value in (a, b)]
     # Of float64 the difference may leave int64; in Python it does not.
     pairs = zip(places[0].tolist(), places[1].tolist(), strict=True)
-    return max(abs(x - y) for x, y in pairs)
+    return max(abs(int(x) - int(y)) for x, y in pairs)
 
 
 def _place(value: Tensor) -> Tensor:
