@@ -17,6 +17,9 @@ from truncdet._trace_ops import UNSEEN, Sources
 from truncdet._trace_ulp import difference
 from truncdet._trace_values import tensors
 
+# What normalisations write without saying so in their schema.
+_UNDECLARED = frozenset(("running_mean", "running_var"))
+
 
 @dataclass
 class Finding:
@@ -188,11 +191,10 @@ class _Repeater(TorchDispatchMode):
 
     def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ledger = self._ledger
-        written = [
-            a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
-        ]
-        names = [a.name for a in func._schema.arguments]
-        changed = {n for n, w in zip(names, written, strict=True) if w}
+        arguments = func._schema.arguments
+        names = [a.name for a in arguments]
+        changed = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+        changed |= _UNDECLARED.intersection(names)
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         state = _random_state(args, kwargs) if seeded else None
 

@@ -130,15 +130,18 @@ def _first(one: Step, other: Step) -> tuple[Place, str] | None:
     """The first observation that differs, and how: 'value', 'missing' or 'extra'."""
     if one.keys == other.keys and one.digests == other.digests:
         return None
+    mine = dict(zip(_numbered(one), one.digests, strict=True))
     theirs = dict(zip(_numbered(other), other.digests, strict=True))
-    for where, digest in zip(_numbered(one), one.digests, strict=True):
-        if where not in theirs:
-            return Place(one.number, *where), "missing"
-        if theirs.pop(where) != digest:
-            return Place(one.number, *where), "value"
-    # In the order of the other trace: dicts keep it.
-    extra = next(iter(theirs), None)
-    return None if extra is None else (Place(one.number, *extra), "extra")
+    apart = next((where for where, digest in mine.items() if theirs.get(where) != digest), None)
+    # What only the other run has came first if it did so there.
+    for where in theirs:
+        if where == apart:
+            break
+        if where not in mine:
+            return Place(one.number, *where), "extra"
+    if apart is None:
+        return None
+    return Place(one.number, *apart), "value" if apart in theirs else "missing"
 
 
 def _explained(

@@ -101,10 +101,19 @@ def record(
 def _attach_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder
 ) -> list[Callable[[], object]]:
+    depth = [0]
+
+    # A class whose `step` calls that of its base runs the hooks once more inside.
     def before(*_: Any) -> None:
-        modules.see_state(model, recorder, "gradient")
+        depth[0] += 1
+        if depth[0] == 1:
+            modules.see_state(model, recorder, "gradient")
 
     def after(*_: Any) -> None:
+        depth[0] -= 1
+        if depth[0] > 0:
+            return
+        depth[0] = 0
         modules.see_state(model, recorder, "parameter")
         for number, state in enumerate(optimizer.state.values()):
             for slot, tensor in tensors(state):

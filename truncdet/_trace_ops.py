@@ -28,6 +28,10 @@ _OVERWRITING = frozenset(
 )  # fmt: skip
 
 
+# What they give and take besides as bytes is scratch space, parts of which nobody writes.
+_WITH_SCRATCH = ("rnn", "batch_norm")
+
+
 class Sources:
     """Lines of the user's code, by the number that autograd gives the nodes made there."""
 
@@ -83,7 +87,10 @@ class OpRecorder(TorchDispatchMode):
         phase, module, source = where
         with self._recorder.working():
             found = list(tensors(value))
+        scratch = any(part in name for part in _WITH_SCRATCH)
         for slot, tensor in found:
+            if scratch and tensor.dtype == torch.uint8:
+                continue
             self._recorder.see_tensor(phase, module, name, kind, slot, tensor, source=source)
 
 
