@@ -24,8 +24,8 @@ _NCCL = "fix the order of the reduction: NCCL_ALGO=Ring and a fixed number of ch
 # Patterns of operator and node names, in lower case without underscores, in order.
 _BY_NAME = (
     (r"conv|cudnn", _CUDNN),
-    (r"randomstate|dropout|bernoulli|rand", _SEED),
-    (r"initialparameter", _SEED),
+    (r"random ?state|dropout|bernoulli|rand", _SEED),
+    (r"initial ?parameter", _SEED),
     (r"batch$", _DATA),
     (r"nccl|allreduce|c10d", _NCCL),
     (r"^aten::(mm|bmm|addmm|baddbmm|matmul|linear)|(mm|linear|matmul)backward\d*$", _CUBLAS),
