@@ -10,9 +10,14 @@ from truncdet._adaptive_avg_pool import adaptive_avg_pool2d as adaptive_avg_pool
 from truncdet._adaptive_avg_pool import adaptive_avg_pool3d as adaptive_avg_pool3d
 from truncdet._adaptive_max_pool import AdaptiveMaxPool2d as AdaptiveMaxPool2d
 from truncdet._adaptive_max_pool import adaptive_max_pool2d as adaptive_max_pool2d
+from truncdet._audit import Audit as Audit
+from truncdet._audit import audit as audit
 from truncdet._build import build_info as build_info
+from truncdet._compare import Verdict as Verdict
+from truncdet._compare import compare as compare
 from truncdet._digest import Digest as Digest
 from truncdet._digest import digest as digest
+from truncdet._doctor import doctor as doctor
 from truncdet._dynamic_scatter import DynamicScatter as DynamicScatter
 from truncdet._dynamic_scatter import dynamic_scatter as dynamic_scatter
 from truncdet._embedding import embedding as embedding
@@ -25,6 +30,7 @@ from truncdet._index_put import index_put as index_put
 from truncdet._interpolate import Upsample as Upsample
 from truncdet._interpolate import interpolate as interpolate
 from truncdet._ms_deform_attn import ms_deform_attn as ms_deform_attn
+from truncdet._record import record as record
 from truncdet._roi_align import RoIAlign as RoIAlign
 from truncdet._roi_align import roi_align as roi_align
 from truncdet._scatter import index_add as index_add

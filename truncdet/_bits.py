@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def bits(tensor: Tensor) -> Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.is_complex():
         plain = torch.view_as_real(plain)
-    return plain.view(_WORDS[plain.element_size()])
+    return plain.view(WORDS[plain.element_size()])
 
 
 _HALF_LESS_ONE = (0, *((1 << bit) - 1 for bit in range(63)))

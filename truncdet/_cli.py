@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from truncdet import _cli_audit, _cli_doctor
 from truncdet._demo_options import DEMO_MODES, DemoError, DemoOptions
 from truncdet._version import __version__
 
@@ -95,6 +96,11 @@ def _run_demo(options: DemoOptions) -> None:
     except (DemoError, TruncdetError) as error:
         raise _CannotUse(str(error)) from error
     raise SystemExit(status)
+
+
+main.add_command(_cli_audit.audit)
+main.add_command(_cli_audit.compare)
+main.add_command(_cli_doctor.doctor)
 
 
 class _CannotUse(click.ClickException):

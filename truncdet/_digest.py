@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truncdet._bits import bits
+from truncdet._bits import WORDS, bits
+from truncdet._library import LIB
 
 CHUNK = 1 << 20  # elements hashed at once: bounds the int64 temporaries to a few times 8 MiB
 
@@ -102,15 +103,43 @@ def _chunks(words: Tensor) -> Iterator[Tensor]:
             yield block.reshape(-1)
 
 
-def _sum_of_words(words: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    start = 1
+LIB.define(
+    "_digest_words(Tensor words, Tensor(a!) sums, int slot, int start) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def digest_words_reference(words: Tensor, sums: Tensor, slot: int, start: int) -> None:
+    """Adds sum_i h_i of the words, the first with i = start, to the int64 in `slot` of `sums`.
+
+    Words are the elements in the order of memory, which must be dense; floats count as their words.
+    """
+    words = words.detach().as_strided((words.numel(),), (1,))
+    words = words.view(WORDS[words.element_size()])
+    total, start = sums[slot], start + 1
     for chunk in _chunks(words):
         state = torch.arange(chunk.numel(), dtype=torch.int64, device=words.device)
         state.mul_(_signed(_WEYL)).add_(_signed(start * _WEYL)).add_(chunk.to(torch.int64))
         total += _mix_(state).sum()
         start += chunk.numel()
-    return total
+
+
+LIB.impl("_digest_words", digest_words_reference, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("truncdet::_digest_words", lib=LIB)
+def _fake(words: Tensor, sums: Tensor, slot: int, start: int) -> None:
+    return None
+
+
+def _sum_of_words(words: Tensor) -> Tensor:
+    sums = torch.zeros(1, dtype=torch.int64, device=words.device)
+    start = 0
+    # Others than contiguous ones by the piece: a copy of everything may not fit into memory.
+    for part in (words,) if words.is_contiguous() else _chunks(words):
+        torch.ops.truncdet._digest_words(part.contiguous(), sums, 0, start)
+        start += part.numel()
+    return sums[0]
 
 
 def _salt(path: bytes, kind: str, content: bytes = b"") -> int:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-_CUBLAS_FIXED = (":4096:8", ":16:8")  # the two that NVIDIA documents as deterministic
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_FIXED = (":4096:8", ":16:8")  # the two that NVIDIA documents as deterministic
 
 _cuda: Any = torch.cuda
 
@@ -25,17 +25,17 @@ def set_flags(undo: ExitStack) -> list[str]:
     _set(undo, torch.backends.cudnn, "benchmark", False)
     # Filling every new tensor costs time and makes no sum repeatable.
     _set(undo, torch.utils.deterministic, "fill_uninitialized_memory", False)
-    found = os.environ.get(_CUBLAS)
+    found = os.environ.get(CUBLAS)
     if found is None:
-        os.environ[_CUBLAS] = _CUBLAS_FIXED[0]
-        undo.callback(os.environ.pop, _CUBLAS, None)
+        os.environ[CUBLAS] = CUBLAS_FIXED[0]
+        undo.callback(os.environ.pop, CUBLAS, None)
         if _cuda.is_initialized():
             return [
-                f"{_CUBLAS} was set after CUDA was initialised: too late if a matrix product ran "
+                f"{CUBLAS} was set after CUDA was initialised: too late if a matrix product ran "
                 "before; set it before Python starts"
             ]
-    elif found not in _CUBLAS_FIXED:
-        return [f"{_CUBLAS} is {found}, not {' or '.join(_CUBLAS_FIXED)}, and is left as set"]
+    elif found not in CUBLAS_FIXED:
+        return [f"{CUBLAS} is {found}, not {' or '.join(CUBLAS_FIXED)}, and is left as set"]
     return []
 
 
