@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from _render_flips import flip_rate, literal_cast
+from _render_record import record_cost
 from _render_stories import batch_norm, story
 from _render_table import table
 
@@ -205,6 +206,7 @@ CLAIMS = {
     "train_step": "Mask R-CNN R50-FPN trains twice to equal losses and weights, and no slower",
     "frameworks": "Detectors of mmdet and detectron2 train twice to equal losses, and no slower",
     "flip_rate": "How often two orders of a double sum round apart, at 24 bits and fewer",
+    "record_cost": "Recording costs at most a quarter of a step and names roi_align's backward",
     "batch_norm": "The convolution's backward moves bits, batch normalisation does not",
     "digits": "Ten trainings of a small network from one seed end in one set of weights",
     "message_passing": "Ten trainings of a graph network from one seed end in one accuracy",
@@ -253,6 +255,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "batch_norm": ("batch_norm", batch_norm),
     "digits": ("digits", story),
     "message_passing": ("message_passing", story),
+    "record_cost": ("record_cost", record_cost),
 }
 
 # Those that are made of all results, or can do without.
