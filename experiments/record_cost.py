@@ -3,8 +3,8 @@
     python experiments/record_cost.py                           # on a GPU, under two minutes
     python experiments/record_cost.py --device cpu --size tiny --steps 3
 
-The model and batch of train_step.py. Plain and recorded steps in turn give the cost at module level;
-two recorded plain runs must differ first in a backward of roi_align; two under truncdet must be equal
+The model and batch of train_step.py. Plain and recorded steps give the cost at module level; two
+recorded plain runs must differ first in a backward of roi_align, two under truncdet must be equal
 over all steps. Writes experiments/results/record_cost_<gpu>.json (tiny: only with --out), and exits
 with 1 if a condition is missed.
 """
