@@ -17,8 +17,7 @@ import truncdet
 assert truncdet  # imported for the operators that it registers
 
 LIMIT = 1.5  # our backward by the native one's time
-# Integer sums take two words a cell, the flags of non-finite contributions half a byte.
-SCRATCH_PER_CELL = 8.5
+SCRATCH_PER_CELL = 8  # bytes: an integer sum
 ALLOCATOR_SLACK = 2 * (2 << 20)
 _TINY = 8  # what the tiny sizes are divided by
 

@@ -16,6 +16,8 @@ RESIZES = {
     "bicubic_x2": ("bicubic", (2, 5, 12, 19), (24, 38), False, [2.0, 2.0]),
     "bicubic_corners": ("bicubic", (1, 3, 11, 8), (30, 5), True, [0.0, 0.0]),
     "trilinear": ("trilinear", (1, 3, 4, 9, 7), (7, 18, 21), False, [1.9, 0.0, 3.0]),
+    "bilinear_large": ("bilinear", (2, 3, 160, 170), (250, 333), False, [0.0, 0.0]),
+    "trilinear_large": ("trilinear", (2, 5, 8, 50, 60), (13, 90, 110), False, [0.0, 0.0, 0.0]),
 }
 POOLS = {
     "overlapping": ((2, 3, 26, 33), (7, 9)),

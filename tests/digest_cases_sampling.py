@@ -24,6 +24,7 @@ def sampling_cases(named, short):
                 _add_grid_sample(named, f"grid_sample/{name}/{short(dtype)}", dtype, *way)
     for dtype in FLOATS:
         _add_attention(named, f"ms_deform_attn/{short(dtype)}", dtype, False)
+        _add_attention(named, f"ms_deform_attn/few/{short(dtype)}", dtype, False, 5, 24)
         if dtype.itemsize == 2:
             _add_attention(named, f"ms_deform_attn/wide/{short(dtype)}", dtype, True)
 
@@ -41,15 +42,15 @@ def _add_grid_sample(named, name, dtype, dims, mode, padding, align):
         return list(backward(grad, input, grid.to(dtype), *numbers, align, True, True))
 
 
-def _add_attention(named, name, dtype, wide):
+def _add_attention(named, name, dtype, wide, queries=50, channels=20):
     @named(name)
     def run(device):
         kind = torch.float32 if wide else dtype
         shapes = torch.tensor([[7, 9], [4, 5], [2, 3], [1, 1]], device=device)
         starts = torch.tensor([0, 63, 83, 89], device=device)
-        value = values((2, 90, 3, 20), 4, dtype, device).requires_grad_()
-        where = 0.7 * values((2, 50, 3, 4, 3, 2), 5, torch.float64, device, spread=1) + 0.5
+        value = values((2, 90, 3, channels), 4, dtype, device).requires_grad_()
+        where = 0.7 * values((2, queries, 3, 4, 3, 2), 5, torch.float64, device, spread=1) + 0.5
         where = where.to(kind).requires_grad_()
-        weights = values((2, 50, 3, 4, 3), 6, kind, device).requires_grad_()
+        weights = values((2, queries, 3, 4, 3), 6, kind, device).requires_grad_()
         out = truncdet.ms_deform_attn(value, shapes, starts, where, weights)
         return [out.detach(), *torch.autograd.grad(out, (value, where, weights), out.detach())]

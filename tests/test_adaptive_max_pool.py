@@ -12,7 +12,8 @@ import truncdet
 from truncdet._adaptive_max_pool import backward_reference
 from truncdet.testing import assert_bitwise_equal
 
-# input size, windows: tiling, overlapping, more windows than cells, one of each, wider than a band
+# input size, windows: tiling, overlapping, more windows than cells, one of each, wider than a band,
+# more windows than a block keeps
 SHAPES = [
     ((6, 8), (3, 4)),
     ((5, 7), (3, 4)),
@@ -22,6 +23,7 @@ SHAPES = [
     ((6, 5), (1, 1)),
     ((2, 20000), (3, 30)),
     ((300, 301), (7, 13)),
+    ((33, 35), (40, 50)),
 ]
 each_shape = pytest.mark.parametrize(("size", "windows"), SHAPES, ids=str)
 

@@ -120,6 +120,41 @@ def test_many_planes(device):
     assert_bitwise_equal(few[-1:], reference(grad[-1:], *arguments))
 
 
+# So many cells that a CUDA thread walks over a column of them (2^17 and more): gradient, sizes, the
+# scale along x. Up and down, to many outputs a cell, with a thread's last cells missing, elements
+# that share a cell, a border on which most outputs lie, and volumes.
+LARGE = [
+    ((4, 1, 74, 1800, 1), (1, 37, 900), 0.0),
+    ((4, 1, 70, 1711, 1), (1, 37, 900), 0.0),
+    ((4, 1, 18, 451, 1), (1, 37, 900), 0.0),
+    ((4, 1, 37, 900, 1), (1, 38, 901), 0.0),
+    ((4, 1, 90, 3600, 1), (1, 37, 900), 0.0),
+    ((2, 1, 70, 111, 37), (1, 37, 55), 0.0),
+    ((2, 1, 20, 30, 37), (1, 37, 55), 0.0),
+    ((4, 1, 70, 2700, 1), (1, 37, 900), 1.0),
+    ((1, 1, 700, 40, 1), (1, 6000, 23), 0.0),
+    ((10, 16, 48, 140, 1), (8, 24, 70), 0.0),
+    ((10, 5, 13, 41, 1), (8, 24, 70), 0.0),
+    ((2, 13, 29, 80, 7), (9, 24, 60), 0.0),
+]
+
+
+@pytest.mark.cuda
+@each_dtype
+@pytest.mark.parametrize("kind", [LINEAR, CUBIC], ids=["linear", "cubic"])
+@pytest.mark.parametrize(("shape", "sizes", "scale"), LARGE, ids=str)
+def test_large_maps_get_the_bits_of_the_cpu(dtype, kind, shape, sizes, scale):
+    grad = random_floats(shape, dtype)
+    places = torch.arange(grad.numel()) % 9973
+    for place, value in ((7, torch.nan), (11, torch.inf), (13, -torch.inf)):
+        grad.view(-1)[places == place] = value
+    copied = 1 if sizes[0] == 1 else 0
+    for align_corners in (False, True):
+        arguments = (*sizes, kind, align_corners, 0.0, 0.0, scale, copied)
+        got = primitive(grad.cuda(), *arguments)
+        assert_bitwise_equal(got.cpu(), primitive(grad, *arguments))
+
+
 def test_a_copied_axis_is_copied(device):
     grad = random_floats((2, 3, 4, 5, 1))
     grad[grad == 0] = 1

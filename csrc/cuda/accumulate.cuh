@@ -1,6 +1,6 @@
 // What every operator that adds through atomics shares: integer adds, non-finite flags, the largest
 // magnitude of a segment, and the final rounding. Nothing waits for the device: exponents stay in
-// device memory, and buffers are zeroed by cudaMemsetAsync, which a CUDA graph can capture.
+// device memory, and a CUDA graph can capture all of it.
 //
 // A segment is a run of consecutive elements with one scale (an image, or a whole tensor); all
 // segments of a launch have the same length.
@@ -12,14 +12,9 @@
 
 namespace truncdet {
 
-// Cells per word of flags: 4 bits each, of which kSawNaN, kSawPlusInf and kSawMinusInf are used.
-constexpr int kFlagsPerWord = 8;
-constexpr int kFlagBits = 32 / kFlagsPerWord;
 // Blocks along one segment, and segments in flight; loops cover the rest.
 constexpr int64_t kMaxBlocksPerSegment = 1024;
 constexpr int64_t kMaxSegmentBlocks = 65535;  // the hardware's limit on gridDim.y
-// Independent loads a thread has under way while it looks for the maximum.
-constexpr int kAmaxUnroll = 4;
 
 // Signed addition by the unsigned instruction: the words are the same in two's complement.
 // Wrap-around on the way is intended arithmetic: the head-room proves that every total fits.
@@ -34,15 +29,35 @@ __device__ __forceinline__ void max_word(uint64_t* address, uint64_t value) {
   atomicMax(reinterpret_cast<unsigned long long*>(address), static_cast<unsigned long long>(value));
 }
 
-__device__ __forceinline__ void or_flags(uint32_t* flags, int64_t cell, uint32_t seen) {
-  atomicOr(flags + cell / kFlagsPerWord, seen << (kFlagBits * (cell % kFlagsPerWord)));
-}
-__device__ __forceinline__ uint32_t read_flags(const uint32_t* flags, int64_t cell) {
-  return (flags[cell / kFlagsPerWord] >> (kFlagBits * (cell % kFlagsPerWord))) & 7u;
-}
+// Non-finite contributions (kSawNaN, kSawPlusInf, kSawMinusInf) are noted in the very element of
+// the output that they reach: its memory is there anyway, and the final rounding, which reads the
+// note, is the first to need it. It is cleared beforehand only if there is anything to note.
+struct Flags {
+  char* output = nullptr;
+  int element = 0;  // bytes: 2, 4 or 8
 
-// The buffers of one call, carved from one zeroed allocation. A member an operator keeps elsewhere
-// may be replaced by its own pointer.
+  // T: the output's type, or any of its size.
+  template <class T>
+  __device__ __forceinline__ void add(int64_t cell, uint32_t seen) const {
+    if constexpr (sizeof(T) == 2) {
+      // The neighbour in the word may lie beyond the output.
+      auto* const at = reinterpret_cast<unsigned short*>(output) + cell;
+      unsigned short old = *at, assumed;
+      do {
+        assumed = old;
+        old = atomicCAS(at, assumed, static_cast<unsigned short>(assumed | seen));
+      } while (old != assumed);
+    } else {
+      atomicOr(reinterpret_cast<uint32_t*>(output + cell * sizeof(T)), seen);
+    }
+  }
+  __device__ __forceinline__ uint32_t read(int64_t cell) const {
+    return static_cast<uint32_t>(output[cell * element]) & 7u;  // the lowest byte comes first
+  }
+};
+
+// The buffers of one call, carved from one allocation. A member an operator keeps elsewhere may be
+// replaced by its own pointer.
 template <class C>
 struct Accumulator {
   using Word = typename Format<C>::Word;
@@ -50,29 +65,37 @@ struct Accumulator {
   int64_t* low = nullptr;         // [cells], or null with one limb
   Word* amax = nullptr;           // [segments] largest finite magnitude word
   uint32_t* nonfinite = nullptr;  // [segments] not 0 if the segment has a NaN or an infinity
-  uint32_t* flags = nullptr;      // [cells] packed
+  uint32_t* finished = nullptr;   // blocks that have looked at their part of the values
+  Flags flags;
 
+  static int64_t sum_bytes(int64_t cells, bool two_limbs) { return (two_limbs ? 16 : 8) * cells; }
+  // Of what is behind the sums.
+  static int64_t statistics_bytes(int64_t segments) {
+    return (static_cast<int64_t>(sizeof(Word)) + 4) * segments + 4;
+  }
   static int64_t bytes(int64_t cells, int64_t segments, bool two_limbs) {
-    const int64_t flag_words = (cells + kFlagsPerWord - 1) / kFlagsPerWord;
-    return (two_limbs ? 16 : 8) * cells + (static_cast<int64_t>(sizeof(Word)) + 4) * segments +
-           4 * flag_words;
+    return sum_bytes(cells, two_limbs) + statistics_bytes(segments);
   }
 
-  // `memory`: `bytes` zeroed bytes, aligned to 8.
-  Accumulator(void* memory, int64_t cells, int64_t segments, bool two_limbs) {
+  // `memory`: `bytes` bytes, aligned to 8. `out`: where the results will be, an element a cell.
+  Accumulator(void* memory, int64_t cells, int64_t segments, bool two_limbs, const Tensor& out) {
     high = static_cast<int64_t*>(memory);
     low = two_limbs ? high + cells : nullptr;
     amax = reinterpret_cast<Word*>(high + (two_limbs ? 2 : 1) * cells);
     nonfinite = reinterpret_cast<uint32_t*>(amax + segments);
-    flags = nonfinite + segments;
+    finished = nonfinite + segments;
+    flags = {static_cast<char*>(out.mutable_data_ptr()), static_cast<int>(out.element_size())};
   }
   Accumulator() = default;
 
-  // `contribution` is of values that `scale` has normalised.
+  // `contribution` is of values that `scale` has normalised. For float64 two limbs, else one: the
+  // operators that offer more, the scatter family, add by their own Adder.
   __device__ __forceinline__ void add(int64_t cell, const Scale<C>& scale, C contribution) const {
     const int64_t rounded = scale.quantise(contribution);
     add_int64(high + cell, rounded);
-    if (low != nullptr) add_int64(low + cell, scale.quantise_rest(contribution, rounded));
+    if constexpr (std::is_same_v<C, double>) {
+      add_int64(low + cell, scale.quantise_rest(contribution, rounded));
+    }
   }
 };
 
@@ -139,83 +162,6 @@ __device__ void merge_statistics(Word largest, bool nonfinite, Word* amax,
   __syncthreads();  // of_warp may be written again
 }
 
-template <class T>
-struct AmaxParams {
-  using Word = typename Format<typename Format<T>::Compute>::Word;
-  const T* values;  // [segments, per_segment]
-  int64_t segments, per_segment;
-  Word* amax;           // [segments], zeroed
-  uint32_t* nonfinite;  // [segments], zeroed
-};
-
-// kPack elements a load; the values are aligned and, but for the last segment, full packs.
-template <class T, int kPack>
-__global__ void amax_kernel(AmaxParams<T> p) {
-  using C = typename Format<T>::Compute;
-  using StoredWord = typename Format<T>::Word;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  const int64_t start = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const int64_t packs = p.per_segment / kPack;
-  for (int64_t segment = blockIdx.y; segment < p.segments; segment += gridDim.y) {
-    const T* values = p.values + segment * p.per_segment;
-    StoredWord largest = 0;
-    bool nonfinite = false;
-    const auto see = [&](T value) {
-      const StoredWord word = magnitude_word<T>(value);
-      const bool finite = word < infinity_word<T>();
-      nonfinite |= !finite;
-      largest = finite && word > largest ? word : largest;
-    };
-    for (int64_t i = start; i < packs; i += kAmaxUnroll * stride) {
-      Pack<T, kPack> loaded[kAmaxUnroll];
-#pragma unroll
-      for (int j = 0; j < kAmaxUnroll; ++j) {
-        // Past the end the first pack is seen again, which changes nothing.
-        const int64_t at = i + j * stride;
-        loaded[j] = load_pack<T, kPack>(values + (at < packs ? at : i) * kPack);
-      }
-#pragma unroll
-      for (int j = 0; j < kAmaxUnroll; ++j) {
-#pragma unroll
-        for (int k = 0; k < kPack; ++k) see(loaded[j].at[k]);
-      }
-    }
-    for (int64_t i = packs * kPack + start; i < p.per_segment; i += stride) see(values[i]);
-    // Words are ordered as magnitudes in every format, so widening could wait until here.
-    merge_statistics(magnitude_word<C>(widen(bit_copy<T>(largest))), nonfinite, p.amax + segment,
-                     p.nonfinite + segment);
-  }
-}
-
-template <class T>
-struct FinishParams {
-  using C = typename Format<T>::Compute;
-  Accumulator<C> sums;
-  ScaleSource<C> scale;
-  const T* existing;  // [segments, cells_per_segment], or null for +0; may be `out`
-  T* out;             // [segments, cells_per_segment]
-  int64_t segments, cells_per_segment;
-};
-
-template <class T>
-__global__ void finish_kernel(FinishParams<T> p) {
-  using C = typename Format<T>::Compute;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  const int64_t start = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const bool two_limbs = p.sums.low != nullptr;
-  for (int64_t segment = blockIdx.y; segment < p.segments; segment += gridDim.y) {
-    const Scale<C> scale = p.scale(segment);
-    const bool flagged = p.sums.nonfinite[segment] != 0;
-    for (int64_t i = start; i < p.cells_per_segment; i += stride) {
-      const int64_t cell = segment * p.cells_per_segment + i;
-      const T existing =
-          p.existing != nullptr ? p.existing[cell] : bit_copy<T>(typename Format<T>::Word(0));
-      p.out[cell] = finish_cell<T>(existing, p.sums.high[cell], two_limbs ? p.sums.low[cell] : 0,
-                                   two_limbs, flagged ? read_flags(p.sums.flags, cell) : 0u, scale);
-    }
-  }
-}
-
 // Grid of a kernel that walks segments along y and their elements along x.
 inline dim3 segment_grid(int64_t segments, int64_t per_segment, int64_t per_thread = 1) {
   const int64_t wanted = (per_segment + kThreads * per_thread - 1) / (kThreads * per_thread);
@@ -224,28 +170,72 @@ inline dim3 segment_grid(int64_t segments, int64_t per_segment, int64_t per_thre
   return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
 }
 
-// Finds the largest finite magnitude of every segment and whether it has non-finite values.
 template <class T>
-void launch_amax(const AmaxParams<T>& p, cudaStream_t stream) {
-  if (p.segments == 0 || p.per_segment == 0) return;
-  constexpr int kPack = kPackBytes / sizeof(T);
-  const bool full = p.segments == 1 || p.per_segment % kPack == 0;
-  if (full && is_aligned(p.values, kPackBytes)) {
-    const dim3 grid = segment_grid(p.segments, p.per_segment, kAmaxUnroll * kPack);
-    amax_kernel<T, kPack><<<grid, kThreads, 0, stream>>>(p);
-  } else {
-    const dim3 grid = segment_grid(p.segments, p.per_segment, kAmaxUnroll);
-    amax_kernel<T, 1><<<grid, kThreads, 0, stream>>>(p);
+struct FinishParams {
+  using C = typename Format<T>::Compute;
+  Accumulator<C> sums;
+  ScaleSource<C> scale;
+  const T* existing;  // [segments, cells_per_segment], or null for +0; not `out`
+  T* out;             // [segments, cells_per_segment]
+  int64_t segments, cells_per_segment;
+};
+
+// Rounds kCells neighbours, whose addresses are aligned to so many. kFresh: nothing exists, and
+// there is one limb; the integers of the long way would cost registers.
+template <class T, int kCells, bool kFresh>
+__device__ __forceinline__ void finish_cells(const FinishParams<T>& p, int64_t cell,
+                                             const Scale<typename Format<T>::Compute>& scale,
+                                             bool flagged) {
+  const T zero = bit_copy<T>(typename Format<T>::Word(0));
+  const Pack<int64_t, kCells> high = load_pack<int64_t, kCells>(p.sums.high + cell);
+  Pack<T, kCells> result;
+#pragma unroll
+  for (int j = 0; j < kCells; ++j) {
+    const uint32_t flags = flagged ? p.sums.flags.read(cell + j) : 0u;
+    if constexpr (kFresh) {
+      result.at[j] = finish_cell<T>(zero, high.at[j], 0, false, flags, scale);
+    } else {
+      const bool two_limbs = p.sums.low != nullptr;
+      result.at[j] = finish_cell<T>(p.existing != nullptr ? p.existing[cell + j] : zero, high.at[j],
+                                    two_limbs ? p.sums.low[cell + j] : 0, two_limbs, flags, scale);
+    }
   }
-  TRUNCDET_LAUNCH_CHECK();
+  *reinterpret_cast<Pack<T, kCells>*>(p.out + cell) = result;
 }
+
+template <class T, int kCells, bool kFresh>
+__global__ void __launch_bounds__(kThreads) finish_kernel(FinishParams<T> p) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x * kCells;
+  const int64_t start = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kCells;
+  for (int64_t segment = blockIdx.y; segment < p.segments; segment += gridDim.y) {
+    const Scale<typename Format<T>::Compute> scale = p.scale(segment);
+    const bool flagged = p.sums.nonfinite[segment] != 0;
+    for (int64_t i = start; i < p.cells_per_segment; i += stride) {
+      finish_cells<T, kCells, kFresh>(p, segment * p.cells_per_segment + i, scale, flagged);
+    }
+  }
+}
+
+// Cells whose results one store takes.
+template <class T>
+constexpr int kFinishCells = kPackBytes / static_cast<int>(sizeof(T));
 
 // Rounds every cell's sum to its final value.
 template <class T>
 void launch_finish(const FinishParams<T>& p, cudaStream_t stream) {
   if (p.segments == 0 || p.cells_per_segment == 0) return;
-  const dim3 grid = segment_grid(p.segments, p.cells_per_segment);
-  finish_kernel<T><<<grid, kThreads, 0, stream>>>(p);
+  const auto launch = [&](auto kernel, int cells) {
+    kernel<<<segment_grid(p.segments, p.cells_per_segment, cells), kThreads, 0, stream>>>(p);
+  };
+  constexpr int kCells = kFinishCells<T>;
+  const bool fresh = p.existing == nullptr && p.sums.low == nullptr;
+  if (fresh && p.cells_per_segment % kCells == 0 && is_aligned(p.out, kPackBytes)) {
+    launch(finish_kernel<T, kCells, true>, kCells);
+  } else if (fresh) {
+    launch(finish_kernel<T, 1, true>, 1);
+  } else {
+    launch(finish_kernel<T, 1, false>, 1);
+  }
   TRUNCDET_LAUNCH_CHECK();
 }
 

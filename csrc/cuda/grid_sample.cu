@@ -5,6 +5,7 @@
 // sums lie channels last. In between g goes through shared memory.
 #include "../channel_sum.h"
 #include "../grid_sample_host.h"
+#include "prepare.cuh"
 #include "transpose.cuh"
 
 #include <algorithm>
@@ -114,7 +115,9 @@ __global__ void __launch_bounds__(32 * kWarps, resident_blocks<T, kDims, kMode>(
               if (seen == 0) {
                 p.sums.add(to + cell * s.channels, scale, weight * normal);
               } else if (weight != C(0)) {
-                or_flags(p.sums.flags, to + cell * s.channels, seen);
+                // Flags lie in the output, channels first.
+                p.sums.flags.template add<T>((image * s.channels + first + c) * s.cells + cell,
+                                             seen);
               }
             });
           }
@@ -168,12 +171,12 @@ void backward(const Tensor& grad, const Tensor& input, const Tensor& grid, const
   const int64_t bytes = Accumulator<C>::bytes(s.total_cells(), s.images, kTwoLimbs);
   const Tensor memory = torch::stable::empty({&bytes, 1}, ScalarType::Byte, std::nullopt,
                                              input.device(), std::nullopt, std::nullopt);
-  TRUNCDET_CUDA_CHECK(cudaMemsetAsync(memory.mutable_data_ptr(), 0, bytes, stream));
-  params.sums = Accumulator<C>(memory.mutable_data_ptr(), s.total_cells(), s.images, kTwoLimbs);
+  params.sums = Accumulator<C>(memory.mutable_data_ptr(), s.total_cells(), s.images, kTwoLimbs,
+                               *input_gradient);
   params.scale = {params.sums.amax, s.headroom_bits()};
-  launch_amax<T>(
-      {params.grad, s.images, s.channels * s.locations, params.sums.amax, params.sums.nonfinite},
-      stream);
+  const AmaxParams<T> amax{params.grad, s.images, s.channels * s.locations, params.sums.amax,
+                           params.sums.nonfinite};
+  launch_prepare(params.sums, s.total_cells(), s.images, amax, AmaxParams<T>{}, stream);
   TRUNCDET_GRID_SAMPLE_DISPATCH(s, launch_backward, params, stream);
   launch_transposed_finish<T>(
       {params.sums, params.scale, mutable_data<T>(*input_gradient), s.images, s.channels, s.cells},

@@ -1,6 +1,6 @@
 // The gradient of interpolation and adaptive average pooling on CUDA: tables of the weights, then a
 // gather whose shape follows the sizes.
-#include "resample_gather.cuh"
+#include "resample_march.cuh"
 
 namespace truncdet {
 namespace {
@@ -15,6 +15,10 @@ constexpr double kManyLines = 8;
 // Small blocks spread few items over the device.
 constexpr int64_t kFewItems = 1 << 16;
 constexpr int kSmallBlock = 64;
+// Cells a thread walks over, so many that few outputs are computed by two threads, or fewer of them
+// if there are few threads; below this many threads each cell rather has its own.
+constexpr int32_t kMaxStrip = 32, kMinStrip = 4;
+constexpr int64_t kEnoughThreads = 1 << 18, kFewThreads = 1 << 15;
 
 template <int kKind, int kHeld, class T>
 void launch(const ResampleParams<T>& params, cudaStream_t stream) {
@@ -32,6 +36,71 @@ void launch_wide(const ResampleParams<T>& params, cudaStream_t stream) {
   TRUNCDET_LAUNCH_CHECK();
 }
 
+// The axis to walk along: rows of a map, slices of a volume.
+template <class T>
+MarchParams<T> march_params(const ResampleParams<T>& params) {
+  const ResampleShape& s = params.shape;
+  const auto& axis = params.tables.axis;
+  const auto &walk = axis[params.flat ? 1 : 0], &middle = axis[params.flat ? 0 : 1];
+  const int64_t line = s.in[2] * s.inner, out_line = s.out[2] * s.inner;
+  const int64_t columns = s.outer * middle.axis.in * line;
+  int32_t strip = kMaxStrip;
+  const auto strips = [&] { return (walk.axis.in + strip - 1) / strip; };
+  while (strip > kMinStrip && columns * strips() < kEnoughThreads) strip /= 2;
+  const int64_t items = columns * strips();
+  return {walk,
+          middle,
+          axis[2],
+          params.grad,
+          params.out,
+          s.inner,
+          items,
+          line,
+          out_line,
+          strip,
+          strips(),
+          Divider(line, items),
+          Divider(middle.axis.in, items / line),
+          Divider(strips(), s.outer * strips()),
+          Divider(s.inner, line)};
+}
+
+template <int kKind, int kHeld, int kHeldMiddle, class T>
+void launch_march(const MarchParams<T>& p, cudaStream_t stream) {
+  if (p.inner == 1) {
+    resample_march_kernel<kKind, kHeld, kHeldMiddle, true, T>
+        <<<blocks_for(p.items), kThreads, 0, stream>>>(p);
+  } else {
+    resample_march_kernel<kKind, kHeld, kHeldMiddle, false, T>
+        <<<blocks_for(p.items), kThreads, 0, stream>>>(p);
+  }
+  TRUNCDET_LAUNCH_CHECK();
+}
+
+// Whether walking pays, and if so the launch. `columns` and `middle`: outputs of a cell. From eight
+// times the size on, a linear cell's many outputs take as long either way.
+template <int kKind, class T>
+bool march(const ResampleParams<T>& params, double middle, double columns, cudaStream_t stream) {
+  const MarchParams<T> p = march_params(params);
+  if (p.walk.axis.in < kMinStrip || p.items < kFewThreads) return false;
+  if constexpr (kKind == kLinear) {
+    if (!params.flat) {
+      const double most = middle > columns ? middle : columns;
+      if (most > 4) return false;
+      most <= 2 ? launch_march<kKind, 2, 2>(p, stream) : launch_march<kKind, 4, 4>(p, stream);
+      return true;
+    }
+  }
+  if (!params.flat) return false;
+  // Taps of an axis: so many outputs at the size itself, twice or four times as many at larger
+  // ones.
+  constexpr int kTaps = kKind == kLinear ? 2 : 4;
+  if (columns <= kTaps) return launch_march<kKind, kTaps, 1>(p, stream), true;
+  if (columns <= 2 * kTaps) return launch_march<kKind, 2 * kTaps, 1>(p, stream), true;
+  if (columns <= 4 * kTaps) return launch_march<kKind, 4 * kTaps, 1>(p, stream), true;
+  return false;
+}
+
 // How many outputs use a cell along an axis: an estimate, on which no bit depends.
 template <class C>
 double expected_outputs(const ResampleAxis<C>& axis) {
@@ -46,6 +115,9 @@ void launch_kind(const ResampleParams<T>& params, cudaStream_t stream) {
   const double columns = expected_outputs(params.tables.axis[2].axis);
   if (rows > kManyLines && params.shape.outer * params.shape.cells() < kFewCells) {
     return launch_wide<kKind>(params, stream);
+  }
+  if constexpr (kKind != kAverage) {
+    if (march<kKind>(params, rows, columns, stream)) return;
   }
   if constexpr (kKind == kAverage) {
     launch<kKind, 2>(params, stream);

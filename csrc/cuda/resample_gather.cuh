@@ -36,6 +36,10 @@ struct Held {
   C weights[kHeld];
 
   __device__ Held(const DeviceAxis<C>& table, int32_t cell) : outputs(table.outputs[cell]) {
+    // Beside a border several outputs lie on one centre and give their second cell nothing.
+    while (!complete() && table_weight<kKind>(table, outputs.first, cell) == C(0)) ++outputs.first;
+    while (!complete() && table_weight<kKind>(table, outputs.last - 1, cell) == C(0))
+      --outputs.last;
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       const int32_t o = outputs.first + k;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../roi_align_max.h"
+#include "prepare.cuh"
 #include "roi_align_statistics.cuh"
 
 namespace truncdet {
@@ -17,11 +18,18 @@ struct AtomicParams {
   ImageStrides stride;  // of the gradient image, and so of the accumulators
   Accumulator<C> sums;
   int32_t* headrooms;  // [images]
+  int64_t cells;
 };
 
-// The scales as the final rounding wants them.
+// The scales as the final rounding wants them, zero sums, and no flags if there will be any.
 template <class T>
-__global__ void roi_scale_kernel(AtomicParams<T> p) {
+__global__ void __launch_bounds__(kThreads) roi_scale_kernel(AtomicParams<T> p, Zeros zeros) {
+  zeros(blockIdx.x, gridDim.x);
+  if (p.statistics.nonfinite[p.shape.images] != 0) {
+    zero_bytes(p.sums.flags.output, p.cells * p.sums.flags.element,
+               int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
+  }
+  if (blockIdx.x != 0) return;
   for (int64_t i = threadIdx.x; i < p.shape.images; i += kThreads) {
     p.sums.amax[i] = p.statistics.images[i].amax;
     p.sums.nonfinite[i] = p.statistics.nonfinite[i];
@@ -68,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) roi_atomic_kernel(AtomicParams<T> p)
       const int64_t cell = roi.image * p.stride.image + c * p.stride.channel + y * p.stride.row +
                            x * p.stride.column;
       p.sums.add(cell, scale, contribution);
-      if (flagged && seen != 0) or_flags(p.sums.flags, cell, seen);
+      if (flagged && seen != 0) p.sums.flags.template add<T>(cell, seen);
     }
   }
 }
@@ -93,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) roi_max_backward_kernel(AtomicParams
       const int64_t cell = roi.image * p.stride.image + c * p.stride.channel + y * p.stride.row +
                            x * p.stride.column;
       p.sums.add(cell, scale, weight * value);
-      if (seen != 0) or_flags(p.sums.flags, cell, seen);
+      if (seen != 0) p.sums.flags.template add<T>(cell, seen);
     });
   }
 }
@@ -112,15 +120,16 @@ void launch_atomic(const Tensor& grad, const Tensor* argmax, const Tensor& out,
   const int64_t bytes = sums + 4 * shape.images;
   Tensor scratch = torch::stable::new_empty(grad, {&bytes, 1}, ScalarType::Byte);
   char* memory = mutable_data<char>(scratch);
-  TRUNCDET_CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream));
   const AtomicParams<T> params{const_data<T>(grad),
                                argmax == nullptr ? nullptr : const_data<int32_t>(*argmax),
                                shape,
                                statistics,
                                image_strides(shape, channels_last),
-                               Accumulator<C>(memory, cells, shape.images, two_limbs),
-                               reinterpret_cast<int32_t*>(memory + sums)};
-  roi_scale_kernel<T><<<1, kThreads, 0, stream>>>(params);
+                               Accumulator<C>(memory, cells, shape.images, two_limbs, out),
+                               reinterpret_cast<int32_t*>(memory + sums),
+                               cells};
+  const Zeros zeros{memory, Accumulator<C>::sum_bytes(cells, two_limbs)};
+  roi_scale_kernel<T><<<zeros.blocks(), kThreads, 0, stream>>>(params, zeros);
   TRUNCDET_LAUNCH_CHECK();
   if (shape.rois > 0 && argmax != nullptr) {
     roi_max_backward_kernel<T><<<blocks_for(grad.numel()), kThreads, 0, stream>>>(params);

@@ -12,11 +12,28 @@
 
 namespace truncdet {
 
+// The bins that rows [begin, end) of a RoI's table need, and three more, which add_batch reads
+// times zero: four weights at a time.
+__device__ __forceinline__ void needed_bins(const RoiTable& table, int begin, int end, int bins,
+                                            int pooled_width, Hit* hit) {
+  int first = bins, last = 0;
+#pragma unroll
+  for (int i = 0; i < kTileHeight; ++i) {
+    const BinRun run = begin + i < end ? table.runs[0][begin + i] : BinRun();
+    if (run.number() == 0) continue;
+    first = min(first, run.first() * pooled_width);
+    last = max(last, (run.first() + run.number()) * pooled_width + 3);
+  }
+  hit->first_bin = static_cast<short>(first);
+  hit->last_bin = static_cast<short>(min(last, bins));
+}
+
 // The RoIs of `image` in list[base, base + kHits) that touch the tile, in no particular order. All
 // threads of the block take part; returns their number.
 template <int kWidth>
 __device__ __forceinline__ int find_hits(const RoiBounds* list, int base, int count, int image,
-                                         int tile_y, int tile_x, Hit* hits) {
+                                         int tile_y, int tile_x, const RoiTable* tables,
+                                         const RoiAlignShape& shape, Hit* hits) {
   static_assert(kHits == kThreads, "one RoI a thread");
   __shared__ int hit_count;
   if (threadIdx.x == 0) hit_count = 0;
@@ -28,15 +45,23 @@ __device__ __forceinline__ int find_hits(const RoiBounds* list, int base, int co
     const int first_x = box.z - tile_x, last_x = box.w - tile_x;
     if (first_y < kTileHeight && last_y >= 0 && first_x < kWidth && last_x >= 0 &&
         first_y <= last_y && first_x <= last_x && more.w == image) {
-      hits[atomicAdd(&hit_count, 1)] = {more.x,
-                                        static_cast<short>(max(first_y, -kTableCells)),
-                                        static_cast<short>(max(first_x, -kTableCells)),
-                                        static_cast<unsigned char>(max(first_y, 0)),
-                                        static_cast<unsigned char>(min(last_y + 1, kTileHeight)),
-                                        static_cast<unsigned char>(max(first_x, 0)),
-                                        static_cast<unsigned char>(min(last_x + 1, kWidth)),
-                                        static_cast<short>(more.y),
-                                        static_cast<short>(more.z)};
+      const int bins = static_cast<int>(shape.bins());
+      Hit hit{more.x,
+              static_cast<short>(max(first_y, -kTableCells)),
+              static_cast<short>(max(first_x, -kTableCells)),
+              static_cast<unsigned char>(max(first_y, 0)),
+              static_cast<unsigned char>(min(last_y + 1, kTileHeight)),
+              static_cast<unsigned char>(max(first_x, 0)),
+              static_cast<unsigned char>(min(last_x + 1, kWidth)),
+              static_cast<short>(more.y),
+              static_cast<short>(more.z),
+              0,
+              static_cast<short>(bins)};
+      if (tables != nullptr && hit.stride_x != 0) {
+        needed_bins(tables[hit.roi], hit.begin_y - hit.first_y, hit.end_y - hit.first_y, bins,
+                    static_cast<int>(shape.pooled_width), &hit);
+      }
+      hits[atomicAdd(&hit_count, 1)] = hit;
     }
   }
   __syncthreads();
@@ -79,15 +104,21 @@ __device__ __forceinline__ void add_hits(const GatherParams<T>& params, const Ga
   }
 }
 
-// Words between and behind the channels of a slot are read (times a zero weight) but never loaded.
+// Words between and behind the channels of a slot are read (times a zero weight) but never loaded,
+// and the first three of a channel, behind the last of the one before, not always.
 template <int kGroup>
 __device__ __forceinline__ void clear_padding(const GatherPlan& plan, float* shared) {
-  const int pads = kGroup / plan.pad_channels, words = pads + 4;
-  for (int i = threadIdx.x; i < plan.stages * plan.batch * words; i += kThreads) {
-    const int slot = i / words, word = i - slot * words;
-    const int at = word < pads ? (word + 1) * (plan.pad_channels * plan.bins + 1) - 1
-                               : kGroup * plan.bins + word;
-    shared[slot * plan.slot_floats + at] = 0.f;
+  const int pads = kGroup >> plan.pad_shift;
+  for (int slot = 0; slot < plan.stages * plan.batch; ++slot) {
+    float* const values = shared + slot * plan.slot_floats;
+    for (int i = threadIdx.x; i < pads + 4 + 3 * kGroup; i += kThreads) {
+      const int channel = (i - pads - 4) / 3;
+      const int at = i < pads ? (i + 1) * (plan.pad_channels * plan.bins + 1) - 1
+                     : i < pads + 4
+                         ? kGroup * plan.bins + i
+                         : channel * plan.bins + (channel >> plan.pad_shift) + (i - pads - 4) % 3;
+      if (at < plan.value_floats) values[at] = 0.f;
+    }
   }
 }
 
@@ -132,9 +163,11 @@ __device__ __forceinline__ void gather_tile(const GatherParams<T>& params, int t
   const bool grouped = statistics.list != nullptr;
   const RoiBounds* list = grouped ? statistics.list + own.offset : statistics.bounds;
   const int listed = grouped ? own.count : static_cast<int>(shape.rois);
+  // Channels in one piece are copied as such.
+  const RoiTable* tables = params.plan.pad_channels < kGroup ? statistics.tables : nullptr;
   for (int base = 0; base < listed; base += kHits) {
-    const int number =
-        find_hits<kWidth>(list, base, listed, static_cast<int>(image), tile.y, tile.x, hits);
+    const int number = find_hits<kWidth>(list, base, listed, static_cast<int>(image), tile.y,
+                                         tile.x, tables, shape, hits);
     any_hit |= number > 0;
     add_hits<T, kPerLane, kWidth, kFlags>(params, tile, hits, number, shared, sums, flags);
   }

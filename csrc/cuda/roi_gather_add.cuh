@@ -44,9 +44,9 @@ __device__ __forceinline__ void add_batch(const GatherPlan& plan, const Hit* hit
                                           unsigned (&flags)[kPerLane][kWidth]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // To the lane's second channel.
-  const unsigned next = 4 * (32 * plan.bins + 32 / plan.pad_channels);
+  const unsigned next = 4 * (32 * plan.bins + (32 >> plan.pad_shift));
   const unsigned row_bytes = 4 * pooled_width;
-  const unsigned lane_at = 4 * (lane * plan.bins + lane / plan.pad_channels);
+  const unsigned lane_at = 4 * (lane * plan.bins + (lane >> plan.pad_shift));
   for (int b = 0; b < size; ++b) {
     const Hit hit = hits[b];
     if (warp < hit.begin_y || warp >= hit.end_y) continue;

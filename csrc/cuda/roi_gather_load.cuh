@@ -48,11 +48,11 @@ __device__ __forceinline__ void load_weights(const Hit& hit, bool row, int tile,
                                weights + cell * stride, stride);
 }
 
-// Gradient bins of one RoI and channel group into a slot, as they are. Channels that do not exist
-// become zeros.
+// Gradient bins of one RoI and channel group into a slot, as they are; where channels are padded,
+// only those that the tile needs. Channels that do not exist become zeros.
 template <int kGroup>
 __device__ __forceinline__ void load_raw(const float* __restrict__ source, int channels,
-                                         const GatherPlan& plan, float* values) {
+                                         const Hit& hit, const GatherPlan& plan, float* values) {
   const int bins = plan.bins;
   if (plan.pad_channels == kGroup && channels == kGroup &&
       reinterpret_cast<uintptr_t>(source) % 16 == 0) {
@@ -62,9 +62,9 @@ __device__ __forceinline__ void load_raw(const float* __restrict__ source, int c
     return;
   }
   for (int c = threadIdx.x / 32; c < kGroup; c += kThreads / 32) {
-    float* target = values + c * bins + c / plan.pad_channels;
+    float* target = values + c * bins + (c >> plan.pad_shift);
     const float* from = source + c * bins;
-    for (int bin = threadIdx.x % 32; bin < bins; bin += 32) {
+    for (int bin = hit.first_bin + threadIdx.x % 32; bin < hit.last_bin; bin += 32) {
       if (c < channels) {
         __pipeline_memcpy_async(target + bin, from + bin, 4);
       } else {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_converted(const T* __restrict__ source, int
                                                const Convert& convert) {
   const int bins = plan.bins;
   for (int c = threadIdx.x / 32; c < kGroup; c += kThreads / 32) {
-    float* target = values + c * bins + c / plan.pad_channels;
+    float* target = values + c * bins + (c >> plan.pad_shift);
 #pragma unroll 4
     for (int bin = threadIdx.x % 32; bin < bins; bin += 32) {
       target[bin] = c < channels ? convert(widen(source[c * bins + bin])) : 0.f;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void load_batch(const GatherParams<T>& params, const 
     } else {
       if constexpr (std::is_same_v<T, float>) {
         if (tile.folded) {
-          load_raw<kGroup>(source, tile.channels, plan, slot);
+          load_raw<kGroup>(source, tile.channels, hit, plan, slot);
           continue;
         }
       }

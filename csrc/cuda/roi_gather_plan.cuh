@@ -17,6 +17,7 @@ struct GatherPlan {
   int tiles_x, tiles_y, groups;
   int bins;
   int pad_channels;     // channels after which one word is skipped: lanes then hit different banks
+  int pad_shift;        // their binary logarithm
   int value_floats;     // gradient bins of one RoI, padding and four words of slack included
   int row_at, runs_at;  // where row weights and runs start behind the column weights
   int slot_floats;      // all of one RoI
@@ -40,6 +41,7 @@ GatherPlan gather_plan(const RoiAlignShape& shape) {
   int common = 1;
   while (common < 32 && bins % (2 * common) == 0) common *= 2;
   plan.pad_channels = common == 1 ? kGroup : 32 / common;
+  while ((1 << plan.pad_shift) < plan.pad_channels) ++plan.pad_shift;
   plan.value_floats = (kGroup * bins + kGroup / plan.pad_channels + 4 + 3) / 4 * 4;
   plan.row_at = kWidth * padded_bins(static_cast<int>(shape.pooled_width));
   plan.runs_at = plan.row_at + kTileHeight * padded_bins(static_cast<int>(shape.pooled_height));
@@ -60,7 +62,8 @@ struct Hit {
   short first_y, first_x;        // may lie far outside; exact wherever there is a table
   unsigned char begin_y, end_y;  // rows and columns of the tile it touches
   unsigned char begin_x, end_x;
-  short stride_y, stride_x;  // of its table, 0 without one
+  short stride_y, stride_x;   // of its table, 0 without one
+  short first_bin, last_bin;  // [first, last): all the tile needs of a channel's bins
 };
 
 // What the blocks of a launch share.

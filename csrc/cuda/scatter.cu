@@ -6,21 +6,21 @@
 namespace truncdet {
 namespace {
 
-// The zeroed buffers of one call; a second segment keeps the statistics of weights.
+// The buffers of one call; a second segment keeps the statistics of weights.
+constexpr int64_t kSegments = 2;
+
 template <class C>
 struct Buffers {
   Tensor memory;
   Accumulator<C> sums;
-};
 
-template <class C>
-Buffers<C> zeroed_buffers(const Tensor& like, int64_t cells, bool two_limbs, cudaStream_t stream) {
-  const int64_t bytes = Accumulator<C>::bytes(cells, 2, two_limbs);
-  const Tensor memory = torch::stable::empty({&bytes, 1}, ScalarType::Byte, std::nullopt,
-                                             like.device(), std::nullopt, std::nullopt);
-  TRUNCDET_CUDA_CHECK(cudaMemsetAsync(memory.mutable_data_ptr(), 0, bytes, stream));
-  return {memory, Accumulator<C>(memory.mutable_data_ptr(), cells, 2, two_limbs)};
-}
+  Buffers(const Tensor& out, bool two_limbs) {
+    const int64_t bytes = Accumulator<C>::bytes(out.numel(), kSegments, two_limbs);
+    memory = torch::stable::empty({&bytes, 1}, ScalarType::Byte, std::nullopt, out.device(),
+                                  std::nullopt, std::nullopt);
+    sums = Accumulator<C>(memory.mutable_data_ptr(), out.numel(), kSegments, two_limbs, out);
+  }
+};
 
 // `input` and `out` are of T, or of T's compute type.
 template <class T>
@@ -41,10 +41,11 @@ void accumulate(const Tensor& input, const Tensor& index, const Tensor& src, con
                 bool exact, int64_t bit, const Tensor& out) {
   using C = typename Format<T>::Compute;
   const cudaStream_t stream = current_stream(input);
-  const auto buffers = zeroed_buffers<C>(input, s.total_cells(), needs_two_limbs<C>(exact), stream);
+  const Buffers<C> buffers(out, needs_two_limbs<C>(exact));
   const T* values = const_data<T>(src);
   const int bits = headroom(s.count);
-  launch_amax<T>({values, 1, s.contributions(), buffers.sums.amax, buffers.sums.nonfinite}, stream);
+  const AmaxParams<T> amax{values, 1, s.contributions(), buffers.sums.amax, buffers.sums.nonfinite};
+  launch_prepare(buffers.sums, out.numel(), kSegments, amax, AmaxParams<T>{}, stream);
   const IndexMap map(const_data<int64_t>(index), {s.index_outer, s.index_count, s.index_inner},
                      s.outer, s.cells, s.count, s.inner);
   launch_add<T>({map, values, nullptr, map.rows(), nullptr, nullptr, bits, buffers.sums,
@@ -70,16 +71,15 @@ void accumulate_rows(const Tensor& input, const Tensor& index, const Tensor& src
                      const Tensor& out) {
   using C = typename Format<T>::Compute;
   const cudaStream_t stream = current_stream(input);
-  const auto buffers =
-      zeroed_buffers<C>(input, s.cells * s.columns, needs_two_limbs<C>(false), stream);
+  const Buffers<C> buffers(out, needs_two_limbs<C>(false));
   const T* values = const_data<T>(src);
   const T* factors = weights.has_value() ? const_data<T>(*weights) : nullptr;
   auto* const amax = buffers.sums.amax;
   auto* const factor_amax = factors != nullptr ? amax + 1 : nullptr;
-  launch_amax<T>({values, 1, s.sources * s.columns, amax, buffers.sums.nonfinite}, stream);
-  if (factors != nullptr) {
-    launch_amax<T>({factors, 1, s.count, factor_amax, buffers.sums.nonfinite}, stream);
-  }
+  const AmaxParams<T> of_values{values, 1, s.sources * s.columns, amax, buffers.sums.nonfinite};
+  AmaxParams<T> of_factors{};
+  if (factors != nullptr) of_factors = {factors, 1, s.count, factor_amax, buffers.sums.nonfinite};
+  launch_prepare(buffers.sums, out.numel(), kSegments, of_values, of_factors, stream);
   const int bits = headroom(s.count);
   const IndexMap map(const_data<int64_t>(index), {0, 1, 0}, 1, s.cells, s.count, s.columns);
   launch_add<T>({map, values, const_data<int64_t>(rows), s.sources, factors, factor_amax, bits,

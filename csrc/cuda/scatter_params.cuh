@@ -2,7 +2,7 @@
 // it is worth in integers, and how it arrives there.
 #pragma once
 
-#include "accumulate.cuh"
+#include "prepare.cuh"
 
 namespace truncdet {
 
@@ -115,7 +115,7 @@ class Adder {
     C contribution = of_src_.normalise(value);
     if constexpr (!kPlain) {
       if (flagged_ && !(is_finite(value) && is_finite(weight))) {
-        or_flags(sums_.flags, cell, nonfinite_flag(value * weight));
+        note(cell, nonfinite_flag(value * weight));
         return result;
       }
       if (weights_ != nullptr) contribution *= of_weight_.normalise(weight);
@@ -130,6 +130,15 @@ class Adder {
   }
 
  private:
+  // The output is of T, or of what T is computed in.
+  __device__ __forceinline__ void note(int64_t cell, uint32_t seen) const {
+    if (sums_.flags.element == static_cast<int>(sizeof(T))) {
+      sums_.flags.template add<T>(cell, seen);
+    } else {
+      sums_.flags.template add<C>(cell, seen);
+    }
+  }
+
   Accumulator<C> sums_;
   Quantiser<C> of_src_, of_weight_;
   const T* weights_;

@@ -40,9 +40,12 @@ __global__ void transposed_finish_kernel(TransposedFinishParams<T> p) {
         const int cell = i / channels, channel = i % channels;
         const int64_t at =
             (segment * p.cells + first_cell + cell) * p.channels + first_channel + channel;
+        // Flags lie where the results will.
+        const int64_t to =
+            (segment * p.channels + first_channel + channel) * p.cells + first_cell + cell;
         tile[channel][cell] =
             finish_cell<T>(T{}, p.sums.high[at], two_limbs ? p.sums.low[at] : 0, two_limbs,
-                           flagged ? read_flags(p.sums.flags, at) : 0u, scale);
+                           flagged ? p.sums.flags.read(to) : 0u, scale);
       }
       __syncthreads();
       for (int i = threadIdx.x; i < kTransposeTile * channels; i += blockDim.x) {
