@@ -1,4 +1,4 @@
-"""RoIAlign, scatter and sampling: what repeatability costs, beside the kernels in common use.
+"""What repeatability costs, operator by operator, beside the kernels in common use.
 
     python experiments/overhead.py                              # on a GPU, under a minute
     python experiments/overhead.py --device cpu --size tiny     # does everything run?
@@ -20,8 +20,17 @@ from typing import Any
 import _measure as measure
 import torch
 from _checks import Check, at_most, conclude, holds
+from _deform_section import CASES as DEFORM_CASES
+from _deform_section import check_deform, measure_deform
 from _environment import RESULTS, describe, pick_device, write_result
-from _render import overhead_details, overhead_times, resample_times, sampling_times, scatter_times
+from _render import (
+    deform_times,
+    overhead_details,
+    overhead_times,
+    resample_times,
+    sampling_times,
+    scatter_times,
+)
 from _resample_section import CASES as RESAMPLE_CASES
 from _resample_section import check_resample, measure_resample
 from _roi_cases import CASES, FORWARD_LIMIT, Calls, Case
@@ -132,8 +141,21 @@ def main(arguments: Sequence[str]) -> int:
         result["sampling"].append(sampled)
         checks += check_sampling(sampled, with_limits)
         print(f"measured {sampled['name']}", file=sys.stderr, flush=True)
+    result["deform"] = []
+    for deform in DEFORM_CASES:
+        convolved = measure_deform(deform.tiny() if tiny else deform, device, repeats)
+        result["deform"].append(convolved)
+        checks += check_deform(convolved, with_limits)
+        print(f"measured deform_conv2d, {deform.name}", file=sys.stderr, flush=True)
     result["checks"] = checks
-    for table in (overhead_times, overhead_details, scatter_times, resample_times, sampling_times):
+    for table in (
+        overhead_times,
+        overhead_details,
+        scatter_times,
+        resample_times,
+        sampling_times,
+        deform_times,
+    ):
         print(table(result), end="\n\n")
     folder = options.out or (None if tiny else RESULTS)
     if folder is not None:

@@ -11,6 +11,8 @@ from truncdet._adaptive_avg_pool import adaptive_avg_pool3d as adaptive_avg_pool
 from truncdet._adaptive_max_pool import AdaptiveMaxPool2d as AdaptiveMaxPool2d
 from truncdet._adaptive_max_pool import adaptive_max_pool2d as adaptive_max_pool2d
 from truncdet._build import build_info as build_info
+from truncdet._deform_conv2d import DeformConv2d as DeformConv2d
+from truncdet._deform_conv2d import deform_conv2d as deform_conv2d
 from truncdet._digest import Digest as Digest
 from truncdet._digest import digest as digest
 from truncdet._dynamic_scatter import DynamicScatter as DynamicScatter
