@@ -59,15 +59,4 @@ TRUNCDET_HD LevelSample<C> sample_level(C x, C y, const Level& level) {
   return sample;
 }
 
-// The flag of a product of which at least one factor is not finite, 0 for finite factors. From the
-// words alone, so that no denormal mode plays a part.
-template <class C>
-TRUNCDET_HD uint32_t product_flag(C a, C b) {
-  if (is_finite(a) && is_finite(b)) return 0u;
-  if (is_nan(a) || is_nan(b) || magnitude_word<C>(a) == 0 || magnitude_word<C>(b) == 0) {
-    return kSawNaN;
-  }
-  return is_negative(a) != is_negative(b) ? kSawMinusInf : kSawPlusInf;
-}
-
 }  // namespace truncdet

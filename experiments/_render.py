@@ -167,6 +167,25 @@ def _repeated(row: OperatorRow, found: Sequence[dict[str, Any]]) -> str:
     return "; ".join(f"{case['case']}: {_number(case['native_ms'], 3)} ms" for case in cases) or "-"
 
 
+def deform_times(result: Result) -> str:
+    """Forward and whole backward of deform_conv2d, by torchvision's."""
+    rows = []
+    for row in result.get("deform", []):
+        sides = (row["torchvision"], row["truncdet"])
+        cells = [row["name"]]
+        for part in ("forward", "backward"):
+            times = (_number(side[f"{part}_ms"], 3) for side in sides)
+            cells += [*times, _number(row[f"{part}_ratio"], 2)]
+        peaks = [_mib(side["backward_peak_bytes"]) for side in sides]
+        bits = " / ".join(_yes(side["bits_equal"]) for side in sides)
+        rows.append([*cells, f"{row['limit']:.2f}", *peaks, bits])
+    header = ("3x3, float32", "forward, torchvision, ms", "truncdet, ms", "ratio")
+    backward = ("backward, torchvision, ms", "truncdet, ms", "ratio", "limit")
+    return table(
+        (*header, *backward, "peak, torchvision, MiB", "truncdet, MiB", "bits repeat"), rows
+    )
+
+
 def train_step(result: Result) -> str:
     """A training step of Mask R-CNN, plain and patched."""
     return _trainings("precision", result)
@@ -248,6 +267,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "sampling": ("overhead", sampling_times),
     "ways": ("overhead", ways_times),
     "already": ("overhead", already_times),
+    "deform": ("overhead", deform_times),
     "train_step": ("train_step", train_step),
     "frameworks": ("frameworks", frameworks),
     "flip_rate": ("flip_rate", flip_rate),

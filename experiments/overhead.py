@@ -1,4 +1,4 @@
-"""RoIAlign, scatter and sampling: what repeatability costs, beside the kernels in common use.
+"""What repeatability costs, operator by operator, beside the kernels in common use.
 
     python experiments/overhead.py                              # on a GPU, about two minutes
     python experiments/overhead.py --device cpu --size tiny     # does everything run?
@@ -23,9 +23,12 @@ import torch
 from _already_section import CASES as ALREADY_CASES
 from _already_section import check_already, measure_already
 from _checks import Check, at_most, conclude, holds
+from _deform_section import CASES as DEFORM_CASES
+from _deform_section import check_deform, measure_deform
 from _environment import RESULTS, describe, pick_device, write_result
 from _render import (
     already_times,
+    deform_times,
     overhead_details,
     overhead_times,
     resample_times,

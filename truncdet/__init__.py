@@ -15,6 +15,8 @@ from truncdet._audit import audit as audit
 from truncdet._build import build_info as build_info
 from truncdet._compare import Verdict as Verdict
 from truncdet._compare import compare as compare
+from truncdet._deform_conv2d import DeformConv2d as DeformConv2d
+from truncdet._deform_conv2d import deform_conv2d as deform_conv2d
 from truncdet._digest import Digest as Digest
 from truncdet._digest import digest as digest
 from truncdet._doctor import doctor as doctor

@@ -100,7 +100,7 @@ def backward(
             moved = (channel_sum(g * slope, 3) * weight[..., 0]) * size.to(kind)
             for_locations[place][..., a] = torch.where(s.inside, moved, 0)
         normal = normal_weights[place][..., None] * normal_grad
-        seen = _product_flags(weight, g)
+        seen = product_flags(weight, g)
         for cell, tap, tap_inside in each_tap(s.axes, s.sizes):
             reached = inside & tap_inside[..., None]
             sums.add(
@@ -170,7 +170,7 @@ def _interpolate(value: Tensor, s: Sample) -> tuple[Tensor, list[Tensor]]:
     return interpolate(s.axes, s.sizes, read, lambda weight: weight[..., None])
 
 
-def _product_flags(a: Tensor, b: Tensor) -> Tensor:
+def product_flags(a: Tensor, b: Tensor) -> Tensor:
     """Flags of products of which at least one factor is not finite, from the words alone."""
     a, b = torch.broadcast_tensors(a, b)
     seen_a, seen_b = fp.nonfinite_flags(a), fp.nonfinite_flags(b)

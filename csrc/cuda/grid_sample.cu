@@ -3,8 +3,8 @@
 // A block owns a tile of locations and walks over their channels in steps of 32. Reading has a
 // location a lane, since both gradients come channels first; adding has a channel a lane, since the
 // sums lie channels last. In between g goes through shared memory.
-#include "../channel_sum.h"
 #include "../grid_sample_host.h"
+#include "channel_tile.cuh"
 #include "prepare.cuh"
 #include "transpose.cuh"
 
@@ -13,11 +13,6 @@
 
 namespace truncdet {
 namespace {
-
-constexpr int kTile = 32;                        // locations of a tile, one a lane
-constexpr int kWarps = 8;                        // of a block, unless there are fewer channels
-constexpr int kRounds = kChannelLanes / kWarps;  // channels of a warp in a step
-static_assert(kRounds == 4, "the lanes' sum below is written for four channels a thread");
 
 // Blocks an SM shall hold, so that loads and atomics of others fill the wait for memory; more taps
 // and wider numbers need the registers themselves.
@@ -39,24 +34,14 @@ struct BackwardParams {
   bool want_input, want_grid;
 };
 
-// The channel sums of one tile's locations from each thread's four lanes, to the grid's gradient.
+// The channel sums of one tile's locations, to the grid's gradient.
 template <class T, int kDims, class C>
 __device__ void write_grid_gradient(const C (&lanes)[kDims][kRounds], C (*partial)[kTile],
                                     const C* derivative, T* out, bool inside) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int a = 0; a < kDims; ++a) {
-    // Lanes 16 apart, then 8 apart, are this thread's own; 4, 2 and 1 apart are other warps'.
-    partial[warp][lane] = (lanes[a][0] + lanes[a][2]) + (lanes[a][1] + lanes[a][3]);
-    __syncthreads();
-    for (int half = kWarps / 2; half > 0; half /= 2) {
-      if (warp < half) {
-        const bool other = warp + half < static_cast<int>(blockDim.x / 32);
-        partial[warp][lane] += other ? partial[warp + half][lane] : C(0);
-      }
-      __syncthreads();
-    }
-    if (warp == 0 && inside) out[a] = narrow<T>(partial[0][lane] * derivative[a]);
+    const C sum = add_rounds(lanes[a], partial);
+    if (threadIdx.x < kTile && inside) out[a] = narrow<T>(sum * derivative[a]);
   }
 }
 
@@ -138,10 +123,9 @@ void launch_backward(const BackwardParams<T>& p, cudaStream_t stream) {
   const GridSampleShape& s = p.shape;
   if (s.images == 0 || s.locations == 0) return;
   const int64_t tiles = (s.locations + kTile - 1) / kTile;
-  const int64_t warps = s.channels < 1 ? 1 : (s.channels < kWarps ? s.channels : kWarps);
   const dim3 blocks(static_cast<unsigned>(tiles < kMaxBlocks ? tiles : kMaxBlocks),
                     static_cast<unsigned>(std::min(s.images, kMaxSegmentBlocks)));
-  backward_kernel<T, kDims, kMode><<<blocks, static_cast<unsigned>(32 * warps), 0, stream>>>(p);
+  backward_kernel<T, kDims, kMode><<<blocks, tile_threads(s.channels), 0, stream>>>(p);
   TRUNCDET_LAUNCH_CHECK();
 }
 
