@@ -21,10 +21,19 @@ import _measure as measure
 import torch
 from _checks import Check, at_most, conclude, holds
 from _environment import RESULTS, describe, pick_device, write_result
-from _render import overhead_details, overhead_times, resample_times, sampling_times, scatter_times
+from _render import (
+    overhead_details,
+    overhead_times,
+    resample_times,
+    rotated_times,
+    sampling_times,
+    scatter_times,
+)
 from _resample_section import CASES as RESAMPLE_CASES
 from _resample_section import check_resample, measure_resample
 from _roi_cases import CASES, FORWARD_LIMIT, Calls, Case
+from _rotated_section import CASES as ROTATED_CASES
+from _rotated_section import check_rotated, measure_rotated
 from _sampling_section import CASES as SAMPLING_CASES
 from _sampling_section import check_sampling, measure_sampling
 from _scatter_section import CASES as SCATTER_CASES
@@ -132,8 +141,15 @@ def main(arguments: Sequence[str]) -> int:
         result["sampling"].append(sampled)
         checks += check_sampling(sampled, with_limits)
         print(f"measured {sampled['name']}", file=sys.stderr, flush=True)
+    result["rotated"] = []
+    for rotated in ROTATED_CASES:
+        turned = measure_rotated(rotated.tiny() if tiny else rotated, device, repeats)
+        result["rotated"].append(turned)
+        checks += check_rotated(turned, with_limits)
+        print(f"measured {turned['name']}", file=sys.stderr, flush=True)
     result["checks"] = checks
-    for table in (overhead_times, overhead_details, scatter_times, resample_times, sampling_times):
+    shown = (overhead_times, overhead_details, scatter_times, resample_times, sampling_times)
+    for table in (*shown, rotated_times):
         print(table(result), end="\n\n")
     folder = options.out or (None if tiny else RESULTS)
     if folder is not None:
