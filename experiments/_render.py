@@ -186,6 +186,25 @@ def deform_times(result: Result) -> str:
     )
 
 
+def rotated_times(result: Result) -> str:
+    """Forward and backward of roi_align_rotated, beside mmcv's kernels where there are any."""
+    rows = []
+    for row in result.get("rotated", []):
+        sides = (row["native"], row["truncdet"])
+        cells = [row["name"]]
+        for part, ratio in (("forward_ms", "forward_ratio"), ("backward_ms", "ratio")):
+            cells += [_number(side[part] if side else None, 3) for side in sides]
+            cells.append(_number(row[ratio], 2))
+        peaks = [_mib(side["backward_peak_bytes"] if side else None) for side in sides]
+        errors = (row["errors"].get(name) for name in ("native", "truncdet"))
+        found = " / ".join(_error(e["backward"]["max"]) if e else "-" for e in errors)
+        bits = " / ".join(_yes(side["bits_equal"] if side else None) for side in sides)
+        rows.append([*cells, f"{row['limit']:.2f}", *peaks, found, bits])
+    header = ("case, float32", "forward, mmcv, ms", "truncdet, ms", "ratio", "backward, mmcv, ms")
+    tail = ("peak, mmcv, MiB", "truncdet, MiB", "backward error, max", "bits repeat")
+    return table((*header, "truncdet, ms", "ratio", "limit", *tail), rows)
+
+
 def train_step(result: Result) -> str:
     """A training step of Mask R-CNN, plain and patched."""
     return _trainings("precision", result)
@@ -268,6 +287,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "ways": ("overhead", ways_times),
     "already": ("overhead", already_times),
     "deform": ("overhead", deform_times),
+    "rotated": ("overhead", rotated_times),
     "train_step": ("train_step", train_step),
     "frameworks": ("frameworks", frameworks),
     "flip_rate": ("flip_rate", flip_rate),

@@ -35,10 +35,18 @@ from _render import (
     sampling_times,
     scatter_times,
     ways_times,
+    overhead_details,
+    overhead_times,
+    resample_times,
+    rotated_times,
+    sampling_times,
+    scatter_times,
 )
 from _resample_section import CASES as RESAMPLE_CASES
 from _resample_section import check_resample, measure_resample
 from _roi_cases import CASES, FORWARD_LIMIT, Calls, Case
+from _rotated_section import CASES as ROTATED_CASES
+from _rotated_section import check_rotated, measure_rotated
 from _sampling_section import CASES as SAMPLING_CASES
 from _sampling_section import check_sampling, measure_sampling
 from _scatter_section import CASES as SCATTER_CASES

@@ -7,6 +7,7 @@ import digest_cases_resample
 import digest_cases_scatter
 import torch
 from digest_cases_deform import deform_cases
+from digest_cases_rotated import rotated_cases
 from digest_cases_sampling import sampling_cases
 from exact_arithmetic import FLOATS
 from roi_cases import SHAPES, Case, hashed_words, values
@@ -111,6 +112,7 @@ add_roi_align("ratio2", SHAPES["31_channels"]._replace(ratio=2), torch.float32, 
 add_roi_align("nonfinite", SHAPES["odd_sizes"], torch.float32, "max", poison=True)
 sampling_cases(named, short)
 deform_cases(named, short)
+rotated_cases(named, short)
 
 CASES.update(digest_cases_resample.CASES)
 

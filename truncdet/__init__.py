@@ -35,6 +35,8 @@ from truncdet._ms_deform_attn import ms_deform_attn as ms_deform_attn
 from truncdet._record import record as record
 from truncdet._roi_align import RoIAlign as RoIAlign
 from truncdet._roi_align import roi_align as roi_align
+from truncdet._roi_align_rotated import RoIAlignRotated as RoIAlignRotated
+from truncdet._roi_align_rotated import roi_align_rotated as roi_align_rotated
 from truncdet._scatter import index_add as index_add
 from truncdet._scatter import scatter_add as scatter_add
 from truncdet._scatter_reduce import scatter_reduce as scatter_reduce

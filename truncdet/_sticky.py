@@ -14,6 +14,7 @@ from truncdet._errors import TruncdetError
 
 GATHER, INDEX_SELECT, INDEX_PUT, SCATTER_REDUCE, SCATTER = (1 << bit for bit in range(16, 21))
 EMBEDDING, EMBEDDING_BAG = 1 << 21, 1 << 22
+ROI_ALIGN_ROTATED = 1 << 26
 
 OPERATORS = {
     1: "roi_align",
@@ -27,6 +28,7 @@ OPERATORS = {
     SCATTER: "scatter",
     EMBEDDING: "embedding",
     EMBEDDING_BAG: "embedding_bag",
+    ROI_ALIGN_ROTATED: "roi_align_rotated",
 }
 """The bit of each operator; csrc/cuda/launch.cuh has those that a kernel names by itself."""
 
