@@ -25,8 +25,14 @@ from truncdet._index_put import index_put as index_put
 from truncdet._interpolate import Upsample as Upsample
 from truncdet._interpolate import interpolate as interpolate
 from truncdet._ms_deform_attn import ms_deform_attn as ms_deform_attn
+from truncdet._ps_roi_align import PSRoIAlign as PSRoIAlign
+from truncdet._ps_roi_align import ps_roi_align as ps_roi_align
+from truncdet._ps_roi_pool import PSRoIPool as PSRoIPool
+from truncdet._ps_roi_pool import ps_roi_pool as ps_roi_pool
 from truncdet._roi_align import RoIAlign as RoIAlign
 from truncdet._roi_align import roi_align as roi_align
+from truncdet._roi_pool import RoIPool as RoIPool
+from truncdet._roi_pool import roi_pool as roi_pool
 from truncdet._scatter import index_add as index_add
 from truncdet._scatter import scatter_add as scatter_add
 from truncdet._scatter_reduce import scatter_reduce as scatter_reduce
