@@ -148,20 +148,24 @@ TRUNCDET_HD int axis_grid(C bin, int64_t sampling_ratio) {
   return grid > C(kMaxGrid) ? kMaxGrid : static_cast<int>(grid);
 }
 
+// The image that a batch index means, -1 if there is none. A NaN is none.
+template <class C>
+TRUNCDET_HD int64_t roi_image(C index, int64_t images) {
+  return index > C(-1) && index < static_cast<C>(images) ? static_cast<int64_t>(index) : -1;
+}
+
 // Box row: batch index, x1, y1, x2, y2.
 template <class C>
 TRUNCDET_HD Roi<C> make_roi(const C box[5], const RoiAlignShape& shape) {
   Roi<C> roi;
-  const C index = box[0];
-  const bool known = index > C(-1) && index < static_cast<C>(shape.images);
-  roi.image = known ? static_cast<int64_t>(index) : -1;
+  roi.image = roi_image(box[0], shape.images);
   const C scale = static_cast<C>(shape.spatial_scale);
   const C offset = shape.aligned ? C(0.5) : C(0);
   const C x1 = box[1] * scale - offset, y1 = box[2] * scale - offset;
   const C x2 = box[3] * scale - offset, y2 = box[4] * scale - offset;
   C width = x2 - x1, height = y2 - y1;
   // NaN or infinite anywhere, also after scaling: a RoI of zeros without a gradient.
-  const bool usable = known && is_finite(x1) && is_finite(y1) && is_finite(width) &&
+  const bool usable = roi.image >= 0 && is_finite(x1) && is_finite(y1) && is_finite(width) &&
                       is_finite(height) && shape.height > 0 && shape.width > 0;
   if (!shape.aligned) {
     width = width < C(1) ? C(1) : width;
@@ -182,6 +186,36 @@ TRUNCDET_HD Roi<C> make_roi(const C box[5], const RoiAlignShape& shape) {
 template <class C>
 TRUNCDET_HD C x_weight(const Roi<C>& roi, int q, int cell) {
   return roi.x.weight(q, cell) / roi.count;
+}
+
+// Calls f(cell, weight) for the cells of bin p in ascending order, weights not zero and those of
+// Axis::weight: a cell's samples are met in the same order, as the cell above the sample first.
+template <class C, class F>
+TRUNCDET_HD void for_each_cell(const Axis<C>& axis, int p, const F& f) {
+  int cell = -1;
+  C here = C(0), above = C(0);  // the weights of `cell` and of the next one so far
+  const auto emit = [&](int at, C weight) {
+    if (weight != C(0)) f(at, weight);
+  };
+  for (int j = axis.first_at(p, C(-1)); j < axis.grid; ++j) {
+    const Sample<C> s = axis.sample(p, j);
+    if (s.low < 0) break;
+    if (s.low != cell) {
+      emit(cell, here);
+      here = C(0);
+      if (s.low == cell + 1) {
+        here = above;
+      } else {
+        emit(cell + 1, above);
+      }
+      above = C(0);
+      cell = s.low;
+    }
+    here += s.low_weight;
+    if (s.high != s.low) above += s.high_weight;
+  }
+  emit(cell, here);
+  emit(cell + 1, above);
 }
 
 // Head-room of one image's gradient: every bin hands out weight at most one.

@@ -37,6 +37,14 @@ from truncdet._roi_align import RoIAlign as RoIAlign
 from truncdet._roi_align import roi_align as roi_align
 from truncdet._roi_align_rotated import RoIAlignRotated as RoIAlignRotated
 from truncdet._roi_align_rotated import roi_align_rotated as roi_align_rotated
+from truncdet._ps_roi_align import PSRoIAlign as PSRoIAlign
+from truncdet._ps_roi_align import ps_roi_align as ps_roi_align
+from truncdet._ps_roi_pool import PSRoIPool as PSRoIPool
+from truncdet._ps_roi_pool import ps_roi_pool as ps_roi_pool
+from truncdet._roi_align import RoIAlign as RoIAlign
+from truncdet._roi_align import roi_align as roi_align
+from truncdet._roi_pool import RoIPool as RoIPool
+from truncdet._roi_pool import roi_pool as roi_pool
 from truncdet._scatter import index_add as index_add
 from truncdet._scatter import scatter_add as scatter_add
 from truncdet._scatter_reduce import scatter_reduce as scatter_reduce

@@ -92,7 +92,7 @@ def forward(
     """Output and sample number [K, C, PH, PW] of input [N, C, H, W] and boxes [K, 5]."""
     bins, cells = (pooled_height, pooled_width), (input.shape[2], input.shape[3])
     roi = average.geometry(boxes, len(input), cells, bins, spatial_scale, sampling_ratio, aligned)
-    average.check_batch_indices(roi, boxes, len(input))
+    average.check_batch_indices(boxes, len(input))
     dtype = fixedpoint.compute_dtype(input.dtype)
     out = input.new_zeros(len(boxes), input.shape[1], *bins, dtype=dtype)
     argmax = torch.full(out.shape, -1, dtype=torch.int32, device=input.device)
@@ -130,10 +130,10 @@ def backward(
     """Gradient [N, C, H, W] of grad [K, C, PH, PW] and the sample numbers of the forward."""
     bins, cells = (pooled_height, pooled_width), (height, width)
     roi = average.geometry(boxes, images, cells, bins, spatial_scale, sampling_ratio, aligned)
-    average.check_batch_indices(roi, boxes, images)
+    average.check_batch_indices(boxes, images)
     values = grad.to(fixedpoint.compute_dtype(grad.dtype))
     out = average.empty_gradient(grad, (images, channels, height, width), channels_last)
-    for image, own in average.rois_by_image(roi, out):
+    for image, own in average.rois_by_image(roi.image, out):
         out[image] = _image_gradient(values, argmax, roi, own, cells, out.dtype)
     return out
 

@@ -55,13 +55,12 @@ def geometry(
     aligned: bool,
 ) -> RoiGeometry:
     """Boxes [K, 5] to bins and sampling grids; image -1 marks a batch index outside the batch."""
-    index = boxes[:, 0]
-    known = (index > -1) & (index < images)
+    image = image_of(boxes, images)
     corner = boxes[:, 1:] * spatial_scale - (0.5 if aligned else 0.0)
     start_x, start_y, end_x, end_y = corner.unbind(1)
     width, height = end_x - start_x, end_y - start_y
     finite = torch.stack([start_x, start_y, width, height]).isfinite().all(0)
-    usable = known & finite & (cells[0] > 0 and cells[1] > 0)
+    usable = (image >= 0) & finite & (cells[0] > 0 and cells[1] > 0)
     if not aligned:
         width = torch.where(width < 1, torch.ones_like(width), width)
         height = torch.where(height < 1, torch.ones_like(height), height)
@@ -80,7 +79,6 @@ def geometry(
     grid_y = torch.where(empty, torch.zeros_like(grid_y), grid_y)
     grid_x = torch.where(empty, torch.zeros_like(grid_x), grid_x)
     samples = torch.where(empty, torch.ones_like(grid_y), grid_y * grid_x)
-    image = torch.where(known, index, torch.full_like(index, -1)).to(torch.int64)
     return RoiGeometry(image, start_y, start_x, bin_y, bin_x, grid_y, grid_x, samples)
 
 
@@ -149,24 +147,30 @@ def forward(
 ) -> Tensor:
     """Output [K, C, PH, PW] of input [N, C, H, W] and boxes [K, 5]."""
     bins, cells = (pooled_height, pooled_width), (input.shape[2], input.shape[3])
+    check_batch_indices(boxes, len(input))
     roi = geometry(boxes, len(input), cells, bins, spatial_scale, sampling_ratio, aligned)
-    check_batch_indices(roi, boxes, len(input))
-    wy, wx = both_axes(roi, bins, cells)
-    dtype = fixedpoint.compute_dtype(input.dtype)
-    out = input.new_zeros(len(boxes), input.shape[1], *bins, dtype=dtype)
-    for k in range(len(boxes)):
+    # One plane for all bins.
+    return narrow(interpolate(input[:, :, None, None], roi, bins), input.dtype)
+
+
+def interpolate(planes: Tensor, roi: RoiGeometry, bins: tuple[int, int]) -> Tensor:
+    """Sums [K, C, PH, PW] of planes [N, C, PH or 1, PW or 1, H, W], in the compute type."""
+    dtype = fixedpoint.compute_dtype(planes.dtype)
+    wy, wx = both_axes(roi, bins, (planes.shape[4], planes.shape[5]))
+    out = planes.new_zeros(len(wy), planes.shape[1], *bins, dtype=dtype)
+    for k in range(len(wy)):
         rows, columns = wy[k].any(0).nonzero()[:, 0], wx[k].any(0).nonzero()[:, 0]
         if roi.image[k] < 0 or len(rows) == 0 or len(columns) == 0:
             continue
-        plane = input[roi.image[k]].to(dtype)
+        plane = planes[roi.image[k]].to(dtype)
         for y in rows:
-            line = out.new_zeros(input.shape[1], pooled_width)
+            line = out.new_zeros(plane.shape[0], plane.shape[1], bins[1])
             for x in columns:
                 w = wx[k, :, x]
-                line = line + torch.where(w != 0, w * plane[:, y, x, None], 0)
+                line = line + torch.where(w != 0, w * plane[..., y, x], 0)
             w = wy[k, :, y][:, None]
-            out[k] += torch.where(w != 0, w * line[:, None, :], 0)
-    return narrow(out, input.dtype)
+            out[k] += torch.where(w != 0, w * line, 0)
+    return out
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -176,26 +180,31 @@ def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(x.isnan(), torch.full_like(x, torch.nan), x)
 
 
-def check_batch_indices(roi: RoiGeometry, boxes: Tensor, images: int) -> None:
+def image_of(boxes: Tensor, images: int) -> Tensor:
+    """Images [K] of boxes [K, 5]; -1 marks a batch index outside the batch, or a NaN."""
+    index = boxes[:, 0]
+    known = (index > -1) & (index < images)
+    return torch.where(known, index, torch.full_like(index, -1)).to(torch.int64)
+
+
+def check_batch_indices(boxes: Tensor, images: int, op: str = "roi_align", bit: int = 1) -> None:
     """Raises on the CPU if a batch index is outside the batch; on CUDA the sticky flag is set."""
-    bad = roi.image < 0
-    if bad.device.type == "cpu":
-        raise_outside(boxes, images)
+    if boxes.device.type == "cpu":
+        raise_outside(boxes, images, op)
     else:
         from truncdet._sticky import note_out_of_range
 
-        note_out_of_range(1, bad)
+        note_out_of_range(bit, image_of(boxes, images) < 0)
 
 
-def raise_outside(boxes: Tensor, images: int) -> None:
+def raise_outside(boxes: Tensor, images: int, op: str = "roi_align") -> None:
     """Raises if a batch index of boxes [K, 5] on the CPU is outside the batch, or a NaN."""
-    index = boxes[:, 0]
-    bad = ~((index > -1) & (index < images))
+    bad = image_of(boxes, images) < 0
     if bool(bad.any()):
         row = int(bad.nonzero()[0, 0])
         raise ValueError(
-            f"roi_align: the batch index of boxes must be in [0, {images}), "
-            f"got {float(index[row]):g} in row {row}"
+            f"{op}: the batch index of boxes must be in [0, {images}), "
+            f"got {float(boxes[row, 0]):g} in row {row}"
         )
 
 
@@ -215,12 +224,12 @@ def backward(
 ) -> Tensor:
     """Gradient [N, C, H, W] of grad [K, C, PH, PW], accumulated in fixed point."""
     bins, cells = (pooled_height, pooled_width), (height, width)
+    check_batch_indices(boxes, images)
     roi = geometry(boxes, images, cells, bins, spatial_scale, sampling_ratio, aligned)
-    check_batch_indices(roi, boxes, images)
     wy, wx = both_axes(roi, bins, cells)
     values = grad.to(fixedpoint.compute_dtype(grad.dtype))
     out = empty_gradient(grad, (images, channels, height, width), channels_last)
-    for image, own in rois_by_image(roi, out):
+    for image, own in rois_by_image(roi.image, out):
         out[image] = _image_gradient(values[own], wy[own], wx[own], out.dtype)
     return out
 
@@ -231,10 +240,10 @@ def empty_gradient(grad: Tensor, shape: tuple[int, int, int, int], channels_last
     return grad.new_zeros(shape).contiguous(memory_format=memory_format)
 
 
-def rois_by_image(roi: RoiGeometry, out: Tensor) -> Iterator[tuple[int, Tensor]]:
+def rois_by_image(images: Tensor, out: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Every image that has RoIs, with their numbers; none if an image has no elements."""
     for image in range(len(out) if out[:1].numel() else 0):
-        own = (roi.image == image).nonzero()[:, 0]
+        own = (images == image).nonzero()[:, 0]
         if len(own):
             yield image, own
 

@@ -1,7 +1,8 @@
-"""What the autograd formulas of average and max pooling share."""
+"""What the autograd formulas of the RoI operators share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,13 @@ def remember_input(ctx: Any, input: Tensor) -> None:
     )
 
 
-def no_double_backward(*_: Any) -> None:
+def without_second_derivative(op: str) -> Callable[..., None]:
     """The formula of a backward operator: there is none, and that is said."""
-    raise TruncdetError("roi_align: a second derivative is not implemented")
+
+    def formula(*_: Any) -> None:
+        raise TruncdetError(f"{op}: a second derivative is not implemented")
+
+    return formula
+
+
+no_double_backward = without_second_derivative("roi_align")

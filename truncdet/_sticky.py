@@ -15,6 +15,7 @@ from truncdet._errors import TruncdetError
 GATHER, INDEX_SELECT, INDEX_PUT, SCATTER_REDUCE, SCATTER = (1 << bit for bit in range(16, 21))
 EMBEDDING, EMBEDDING_BAG = 1 << 21, 1 << 22
 ROI_ALIGN_ROTATED = 1 << 26
+ROI_POOL, PS_ROI_ALIGN, PS_ROI_POOL = 1 << 23, 1 << 24, 1 << 25
 
 OPERATORS = {
     1: "roi_align",
@@ -29,6 +30,9 @@ OPERATORS = {
     EMBEDDING: "embedding",
     EMBEDDING_BAG: "embedding_bag",
     ROI_ALIGN_ROTATED: "roi_align_rotated",
+    ROI_POOL: "roi_pool",
+    PS_ROI_ALIGN: "ps_roi_align",
+    PS_ROI_POOL: "ps_roi_pool",
 }
 """The bit of each operator; csrc/cuda/launch.cuh has those that a kernel names by itself."""
 

@@ -1,9 +1,8 @@
 // RoIAlign with max pooling on the CPU.
 #include <tuple>
-#include <vector>
 
 #include "../roi_align_max.h"
-#include "roi_tables.h"
+#include "roi_planes.h"
 
 namespace truncdet {
 namespace {
@@ -35,42 +34,19 @@ void backward(const T* grad, const int32_t* argmax, const typename Format<T>::Co
               const RoiAlignShape& shape, const ImageStrides& stride, T* out) {
   using C = typename Format<T>::Compute;
   const GradientStatistics<C> statistics(grad, boxes, shape);
-  const bool two_limbs = std::is_same_v<C, double>;
-  torch::stable::parallel_for(0, shape.images * shape.channels, 1, [&](int64_t begin, int64_t end) {
-    std::vector<int64_t> high, low;
-    std::vector<uint8_t> flags;
-    for (int64_t index = begin; index < end; ++index) {
-      const int64_t image = index / shape.channels, channel = index % shape.channels;
-      const Scale<C> scale = statistics.scale(image, shape);
-      high.assign(shape.cells(), 0);
-      low.assign(two_limbs ? shape.cells() : 0, 0);
-      flags.assign(shape.cells(), 0);
-      for (const int64_t k : statistics.rois_of_image[image]) {
-        const Roi<C> roi = make_roi<C>(boxes + 5 * k, shape);
-        for (int64_t bin = 0; bin < shape.bins(); ++bin) {
-          const int64_t at = (k * shape.channels + channel) * shape.bins() + bin;
-          const C raw = widen(grad[at]), value = scale.normalise(raw);
-          visit_chosen(roi, static_cast<int>(bin / shape.pooled_width),
-                       static_cast<int>(bin % shape.pooled_width), argmax[at],
-                       [&](int y, int x, C weight) {
-                         const int64_t cell = y * shape.width + x;
-                         const int64_t rounded = scale.quantise(weight * value);
-                         high[cell] += rounded;
-                         if (two_limbs) {
-                           low[cell] += scale.quantise_rest(weight * value, rounded);
-                         }
-                         flags[cell] |= static_cast<uint8_t>(nonfinite_flag(raw));
-                       });
-        }
-      }
-      T* target = out + image * stride.image + channel * stride.channel;
-      for (int64_t cell = 0; cell < shape.cells(); ++cell) {
-        target[cell / shape.width * stride.row + cell % shape.width * stride.column] =
-            finish_cell<T>(T{}, high[cell], two_limbs ? low[cell] : 0, two_limbs, flags[cell],
-                           scale);
-      }
-    }
-  });
+  add_planes<T>(statistics, shape, shape.bins(), stride, out,
+                [&](int64_t k, int64_t channel, PlaneSums<C>& plane) {
+                  const Roi<C> roi = make_roi<C>(boxes + 5 * k, shape);
+                  for (int64_t bin = 0; bin < shape.bins(); ++bin) {
+                    const int64_t at = (k * shape.channels + channel) * shape.bins() + bin;
+                    const C raw = widen(grad[at]), value = plane.normalise(raw);
+                    visit_chosen(roi, static_cast<int>(bin / shape.pooled_width),
+                                 static_cast<int>(bin % shape.pooled_width), argmax[at],
+                                 [&](int y, int x, C weight) {
+                                   plane.add(y * shape.width + x, weight * value, raw);
+                                 });
+                  }
+                });
 }
 
 std::tuple<Tensor, Tensor> roi_align_max_cpu(Tensor input, Tensor boxes, int64_t pooled_height,

@@ -74,15 +74,15 @@ class CellTable {
 };
 
 // Shapes and indices of other devices' tensors may be checked already; their data cannot be read.
-inline void check_on_cpu(const Tensor& boxes) {
-  TRUNCDET_CHECK(boxes.is_cpu(), "roi_align: boxes must be on the device of the values, the CPU");
+inline void check_on_cpu(const Tensor& boxes, const char* op = "roi_align") {
+  TRUNCDET_CHECK(boxes.is_cpu(), op, ": boxes must be on the device of the values, the CPU");
 }
 
 template <class C>
-void check_batch_indices(const C* boxes, const RoiAlignShape& shape) {
+void check_batch_indices(const C* boxes, const RoiAlignShape& shape, const char* op = "roi_align") {
   for (int64_t k = 0; k < shape.rois; ++k) {
-    TRUNCDET_CHECK(make_roi<C>(boxes + 5 * k, shape).image >= 0,
-                   "roi_align: the batch index of boxes must be in [0, ", shape.images, "), got ",
+    TRUNCDET_CHECK(roi_image(boxes[5 * k], shape.images) >= 0, op,
+                   ": the batch index of boxes must be in [0, ", shape.images, "), got ",
                    boxes[5 * k], " in row ", k);
   }
 }
@@ -96,11 +96,14 @@ class GradientStatistics {
 
   template <class T>
   GradientStatistics(const T* grad, const C* boxes, const RoiAlignShape& shape)
+      : GradientStatistics(grad, boxes, shape, shape.channels * shape.bins()) {}
+  // `length`: values of one RoI.
+  template <class T>
+  GradientStatistics(const T* grad, const C* boxes, const RoiAlignShape& shape, int64_t length)
       : rois_of_image(shape.images), nonfinite(shape.images, 0), amax_(shape.images, 0) {
     using Word = typename Format<C>::Word;
-    const int64_t length = shape.channels * shape.bins();
     for (int64_t k = 0; k < shape.rois; ++k) {
-      const int64_t image = make_roi<C>(boxes + 5 * k, shape).image;
+      const int64_t image = roi_image(boxes[5 * k], shape.images);
       rois_of_image[image].push_back(k);
       for (int64_t i = 0; i < length; ++i) {
         const C value = widen(grad[k * length + i]);
@@ -115,8 +118,12 @@ class GradientStatistics {
   }
 
   Scale<C> scale(int64_t image, const RoiAlignShape& shape) const {
+    return scale(image, shape.bins());
+  }
+  // `bins`: of one RoI, as many as a cell can receive from.
+  Scale<C> scale(int64_t image, int64_t bins) const {
     return Scale<C>(exponent_above<C>(amax_[image]),
-                    roi_headroom(static_cast<int64_t>(rois_of_image[image].size()), shape.bins()));
+                    roi_headroom(static_cast<int64_t>(rois_of_image[image].size()), bins));
   }
 
  private:

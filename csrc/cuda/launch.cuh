@@ -45,6 +45,9 @@ enum StickyBit : unsigned {
   kStickyIndexAdd = 4u,
   kStickyMsDeformAttn = 1u << 12,
   kStickyRoiAlignRotated = 1u << 26,
+  kStickyRoiPool = 1u << 23,
+  kStickyPsRoiAlign = 1u << 24,
+  kStickyPsRoiPool = 1u << 25,
 };
 
 // A word in pinned host memory that every device can write. Allocated on first use, also while a

@@ -1,5 +1,6 @@
 // RoIAlign's forward with average pooling. A block takes one RoI and a group of channels, builds
 // the two weight tables once in shared memory, and every output is a short double loop over them.
+// kSensitive: output channel c of bin b reads input channel c * bins + b (ps_roi_align).
 #pragma once
 
 #include "../roi_align_host.h"
@@ -160,6 +161,15 @@ __device__ C direct_output(const T* plane, const ImageStrides& stride, const Roi
   return sum;
 }
 
+// Channels of the output. Between the planes of two of them lie as many as there are bins if every
+// bin has one of its own.
+template <bool kSensitive>
+TRUNCDET_HD int64_t output_channels(const RoiAlignShape& shape) {
+  return kSensitive ? shape.channels / shape.bins() : shape.channels;
+}
+template <bool kSensitive>
+constexpr StickyBit kForwardBit = kSensitive ? kStickyPsRoiAlign : kStickyRoiAlign;
+
 struct ForwardPlan {
   int groups;          // channel groups of a block
   int group_channels;  // channels of a group
@@ -169,7 +179,7 @@ struct ForwardPlan {
   int64_t shared_bytes;  // dynamic: starts and ends, then the stage
 };
 
-template <class T>
+template <class T, bool kSensitive>
 __global__ void __launch_bounds__(kThreads)
     roi_forward_kernel(const T* __restrict__ input, ImageStrides stride,
                        const float* __restrict__ boxes, RoiAlignShape shape, ForwardPlan plan,
@@ -178,32 +188,34 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ TableEntry entries[2][kTableEntries];
   const int64_t k = blockIdx.x / plan.groups;
   const int64_t channel = int64_t(blockIdx.x % plan.groups) * plan.group_channels;
-  const int channels =
-      static_cast<int>(min(int64_t(plan.group_channels), shape.channels - channel));
+  const int channels = static_cast<int>(
+      min(int64_t(plan.group_channels), output_channels<kSensitive>(shape) - channel));
   const int bins_y = static_cast<int>(shape.pooled_height);
   const int bins_x = static_cast<int>(shape.pooled_width);
   const int bins = bins_y * bins_x;
   const Roi<float> roi = make_roi<float>(boxes + 5 * k, shape);
-  if (roi.image < 0 && threadIdx.x == 0) set_sticky(sticky, kStickyRoiAlign);
+  if (roi.image < 0 && threadIdx.x == 0) set_sticky(sticky, kForwardBit<kSensitive>);
   const AxisTable y{entries[0], dynamic, dynamic + bins_y};
   const AxisTable x{entries[1], dynamic + 2 * bins_y, dynamic + 2 * bins_y + bins_x};
   const bool tables =
       plan.tables && build_tables(roi, bins_y, bins_x, static_cast<int>(stride.row), 1, y, x);
-  const T* base = input + max(roi.image, int64_t(0)) * stride.image + channel * stride.channel;
-  T* target = out + (k * shape.channels + channel) * bins;
+  const int64_t step = kSensitive ? bins * stride.channel : stride.channel;
+  const T* base = input + max(roi.image, int64_t(0)) * stride.image + channel * step;
+  T* target = out + (k * output_channels<kSensitive>(shape) + channel) * bins;
   // Thread i takes one bin of channels c, c + quarter, c + 2 quarter, ...
   const int quarter = (channels + kForwardUnroll - 1) / kForwardUnroll;
   for (uint32_t i = threadIdx.x; i < static_cast<uint32_t>(quarter * bins); i += kThreads) {
     const uint32_t c = plan.bins.divide(i), bin = i - c * bins;
     const uint32_t p = plan.pooled_width.divide(bin), q = bin - p * bins_x;
-    const T* plane = base + c * stride.channel;
+    const T* plane = base + c * step;
+    if (kSensitive) plane += bin * stride.channel;
     float sums[kForwardUnroll];
     if (tables && channels % kForwardUnroll == 0) {
-      table_outputs<T, kForwardUnroll>(plane, quarter * stride.channel, y, x, p, q, sums);
+      table_outputs<T, kForwardUnroll>(plane, quarter * step, y, x, p, q, sums);
     } else {
       for (int j = 0; j < kForwardUnroll; ++j) {
         if (c + j * quarter >= static_cast<uint32_t>(channels)) break;
-        const T* own = plane + j * quarter * stride.channel;
+        const T* own = plane + j * quarter * step;
         if (tables) {
           float one[1];
           table_outputs<T, 1>(own, 0, y, x, p, q, one);
@@ -282,38 +294,42 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // float64: one thread an output, no tables.
-template <class T, class C>
+template <class T, class C, bool kSensitive>
 __global__ void __launch_bounds__(kThreads)
     roi_forward_direct_kernel(const T* input, ImageStrides stride, const C* boxes,
                               RoiAlignShape shape, T* out, unsigned* sticky) {
-  const int64_t total = shape.rois * shape.channels * shape.bins();
+  const int64_t channels = output_channels<kSensitive>(shape);
+  const int64_t total = shape.rois * channels * shape.bins();
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < total;
        i += int64_t(gridDim.x) * kThreads) {
     // i = ((k * channels + c) * pooled_height + p) * pooled_width + q
     const int q = static_cast<int>(i % shape.pooled_width);
     const int p = static_cast<int>(i / shape.pooled_width % shape.pooled_height);
-    const int64_t c = i / shape.bins() % shape.channels;
-    const int64_t k = i / shape.bins() / shape.channels;
+    const int64_t c = i / shape.bins() % channels, k = i / shape.bins() / channels;
+    // i - k * channels * bins is the input channel if every bin has its own.
+    const int64_t from = kSensitive ? i - k * channels * shape.bins() : c;
     const Roi<C> roi = make_roi<C>(boxes + 5 * k, shape);
-    if (roi.image < 0) set_sticky(sticky, kStickyRoiAlign);
-    const T* plane = input + max(roi.image, int64_t(0)) * stride.image + c * stride.channel;
+    if (roi.image < 0) set_sticky(sticky, kForwardBit<kSensitive>);
+    const T* plane = input + max(roi.image, int64_t(0)) * stride.image + from * stride.channel;
     out[i] = narrow<T>(direct_output<T, C>(plane, stride, roi, p, q));
   }
 }
 
-template <class T>
+// `channels_last` is not for kSensitive.
+template <class T, bool kSensitive = false>
 void launch_forward(const Tensor& input, const Tensor& boxes, const Tensor& out,
                     const RoiAlignShape& shape, bool channels_last, cudaStream_t stream) {
   using C = typename Format<T>::Compute;
   const ImageStrides stride = image_strides(shape, channels_last);
   const int64_t bins = shape.bins();
   const int64_t most = channels_last ? 32 : kForwardChannels;
-  const int64_t groups = (shape.channels + most - 1) / most;
+  const int64_t channels = output_channels<kSensitive>(shape);
+  const int64_t groups = (channels + most - 1) / most;
   // Offsets inside a group and the grid must fit 31 bits; nothing sensible is larger.
   const bool small = bins < (1 << 20) && shape.rois * groups < (int64_t(1) << 31);
   if (std::is_same_v<T, double> || !small) {
-    roi_forward_direct_kernel<T, C>
-        <<<blocks_for(shape.rois * shape.channels * bins), kThreads, 0, stream>>>(
+    roi_forward_direct_kernel<T, C, kSensitive>
+        <<<blocks_for(shape.rois * channels * bins), kThreads, 0, stream>>>(
             const_data<T>(input), stride, const_data<C>(boxes), shape, mutable_data<T>(out),
             sticky_word());
     TRUNCDET_LAUNCH_CHECK();
@@ -336,7 +352,10 @@ void launch_forward(const Tensor& input, const Tensor& boxes, const Tensor& out,
       plan.staged = true;
       plan.shared_bytes = ends + stage;
     }
-    const auto kernel = channels_last ? roi_forward_channels_last_kernel<T> : roi_forward_kernel<T>;
+    auto* kernel = roi_forward_kernel<T, kSensitive>;
+    if constexpr (!kSensitive) {
+      if (channels_last) kernel = roi_forward_channels_last_kernel<T>;
+    }
     kernel<<<static_cast<unsigned>(shape.rois * groups), kThreads, plan.shared_bytes, stream>>>(
         const_data<T>(input), stride, const_data<float>(boxes), shape, plan, mutable_data<T>(out),
         sticky_word());

@@ -67,9 +67,9 @@ struct alignas(16) ImageStatistics {
 template <class C>
 struct RoiStatistics {
   using Word = typename Format<C>::Word;
-  Roi<C>* rois;                  // [rois]
+  Roi<C>* rois;                  // [rois], where bins are made of samples
   RoiBounds* bounds;             // [rois]
-  RoiTable* tables;              // [rois], float32 only
+  RoiTable* tables;              // [rois], float32 RoIAlign only
   ImageStatistics<C>* images;    // [images]
   unsigned long long* finished;  // blocks of the statistics kernel that are done
   unsigned* nonfinite;           // [images + 1] image has a NaN or infinity; last: any image has
@@ -77,9 +77,9 @@ struct RoiStatistics {
   RoiBounds* list;  // [rois] bounds grouped by image, in no particular order; may be null
 };
 
-// The cells RoI `k` touches and, in float32, its weights by cell. All threads of the block take
+// The cells RoI `k` touches and, with kTables, its weights by cell. All threads of the block take
 // part.
-template <class C>
+template <bool kTables, class C>
 __device__ void describe_roi(int k, const Roi<C>& roi, const RoiAlignShape& shape,
                              RoiBounds* bounds, RoiTable* table) {
   __shared__ int first_cell[2], last_cell[2], most_bins[2];
@@ -102,7 +102,7 @@ __device__ void describe_roi(int k, const Roi<C>& roi, const RoiAlignShape& shap
   __syncthreads();
   const bool empty = last_cell[0] < 0 || last_cell[1] < 0;
   int stride[2] = {0, 0};
-  if constexpr (std::is_same_v<C, float>) {
+  if constexpr (kTables) {
     // Half of the threads for either axis, one a cell.
     const int which = threadIdx.x / kTableCells, cell = threadIdx.x % kTableCells;
     const int cells = empty ? 0 : last_cell[which] - first_cell[which] + 1;
@@ -138,6 +138,21 @@ __device__ void describe_roi(int k, const Roi<C>& roi, const RoiAlignShape& shap
                                 stride[0],     stride[1],    image};
   }
 }
+
+// RoIs whose bins are made of samples, as an operator describes them to its backward. The gather of
+// RoIAlign reads weights from tables.
+template <class C, bool kWithTables>
+struct SampledRois {
+  static constexpr bool kKept = true;
+  static constexpr bool kTables = kWithTables && std::is_same_v<C, float>;
+
+  __device__ void describe(int k, const C* box, const RoiAlignShape& shape,
+                           const RoiStatistics<C>& statistics) const {
+    const Roi<C> roi = make_roi<C>(box, shape);
+    if (threadIdx.x == 0) statistics.rois[k] = roi;
+    describe_roi<kTables>(k, roi, shape, statistics.bounds + k, statistics.tables + k);
+  }
+};
 
 // Inclusive sum over the threads of a block of kThreads. All threads must call it.
 __device__ inline int block_sum_up_to(int value) {
@@ -188,10 +203,9 @@ constexpr int kStatisticsChunk = 1 << 14;  // gradient values one block reads, a
 
 // Largest magnitude and non-finite values of one chunk of RoI `k`'s gradient.
 template <class T, class C>
-__device__ void look_at_chunk(const T* grad, int64_t k, int64_t image, const RoiAlignShape& shape,
-                              const RoiStatistics<C>& statistics) {
+__device__ void look_at_chunk(const T* grad, int64_t length, int64_t k, int64_t image,
+                              int64_t images, const RoiStatistics<C>& statistics) {
   using Word = typename Format<C>::Word;
-  const int64_t length = shape.channels * shape.bins();
   const T* values = grad + k * length;
   Word largest = 0;
   bool bad = false;
@@ -224,29 +238,29 @@ __device__ void look_at_chunk(const T* grad, int64_t k, int64_t image, const Roi
     for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) look(values[i]);
   }
   merge_statistics(largest, bad, &statistics.images[image].amax, statistics.nonfinite + image);
-  if (bad) statistics.nonfinite[shape.images] = 1u;
+  if (bad) statistics.nonfinite[images] = 1u;
 }
 
 // Grid: RoIs; along y one row of blocks that describe the RoIs (first, since they take longest),
-// then the chunks of a RoI's gradient. The block that finishes last builds the lists.
-template <class T, class C>
+// then the chunks of a RoI's gradient, `length` values. The block that finishes last builds the
+// lists.
+template <class T, class C, class Rois>
 __global__ void __launch_bounds__(kThreads)
-    roi_statistics_kernel(const T* grad, const C* boxes, RoiAlignShape shape,
-                          RoiStatistics<C> statistics, unsigned* sticky) {
+    roi_statistics_kernel(const T* grad, int64_t length, const C* boxes, RoiAlignShape shape,
+                          Rois rois, RoiStatistics<C> statistics, unsigned* sticky, StickyBit bit) {
   const int64_t k = blockIdx.x;
-  const Roi<C> roi = make_roi<C>(boxes + 5 * k, shape);
+  const int64_t image = roi_image(boxes[5 * k], shape.images);
   if (blockIdx.y == 0) {
     if (threadIdx.x == 0) {
-      if (roi.image < 0) {
-        set_sticky(sticky, kStickyRoiAlign);
+      if (image < 0) {
+        set_sticky(sticky, bit);
       } else {
-        atomicAdd(&statistics.images[roi.image].count, 1);
+        atomicAdd(&statistics.images[image].count, 1);
       }
-      statistics.rois[k] = roi;
     }
-    describe_roi(static_cast<int>(k), roi, shape, statistics.bounds + k, statistics.tables + k);
-  } else if (roi.image >= 0) {
-    look_at_chunk<T, C>(grad, k, roi.image, shape, statistics);
+    rois.describe(static_cast<int>(k), boxes + 5 * k, shape, statistics);
+  } else if (image >= 0) {
+    look_at_chunk<T, C>(grad, length, k, image, shape.images, statistics);
   }
   if (statistics.list == nullptr) return;
   // What this block wrote must be visible before it counts as finished.
@@ -268,11 +282,10 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int64_t kFewRois = 2 * kThreads;
 
 // Allocates the scratch and fills it. The tensor owns the memory the returned views point into.
-template <class T>
-RoiStatistics<typename Format<T>::Compute> roi_statistics(const Tensor& grad, const Tensor& boxes,
-                                                          const RoiAlignShape& shape,
-                                                          cudaStream_t stream, Tensor* scratch) {
-  using C = typename Format<T>::Compute;
+template <class T, class C = typename Format<T>::Compute, class Rois = SampledRois<C, true>>
+RoiStatistics<C> roi_statistics(const Tensor& grad, const Tensor& boxes, const RoiAlignShape& shape,
+                                cudaStream_t stream, Tensor* scratch,
+                                StickyBit bit = kStickyRoiAlign, const Rois& described = {}) {
   const int64_t n = shape.images;
   // Zeroed part first, each array on a 16-byte boundary.
   int64_t bytes = 0;
@@ -286,12 +299,11 @@ RoiStatistics<typename Format<T>::Compute> roi_statistics(const Tensor& grad, co
   const int64_t finished = place(sizeof(unsigned long long));
   const int64_t zeroed = bytes;
   const int64_t cursor = place(n * sizeof(int));
-  const int64_t rois = place(shape.rois * sizeof(Roi<C>));
+  const int64_t rois = place(Rois::kKept ? shape.rois * sizeof(Roi<C>) : int64_t(0));
   const int64_t bounds = place(shape.rois * sizeof(RoiBounds));
   const bool grouped = n > 1 && shape.rois > kFewRois;
   const int64_t list = place(grouped ? shape.rois * sizeof(RoiBounds) : int64_t(0));
-  const int64_t tables =
-      place(std::is_same_v<C, float> ? shape.rois * sizeof(RoiTable) : int64_t(0));
+  const int64_t tables = place(Rois::kTables ? shape.rois * sizeof(RoiTable) : int64_t(0));
   *scratch = torch::stable::new_empty(grad, {&bytes, 1}, ScalarType::Byte);
   char* memory = mutable_data<char>(*scratch);
   RoiStatistics<C> s;
@@ -305,15 +317,15 @@ RoiStatistics<typename Format<T>::Compute> roi_statistics(const Tensor& grad, co
   s.tables = reinterpret_cast<RoiTable*>(memory + tables);
   TRUNCDET_CUDA_CHECK(cudaMemsetAsync(memory, 0, zeroed, stream));
   if (shape.rois == 0) return s;
-  const int64_t length = shape.channels * shape.bins();
+  const int64_t length = grad.numel() / shape.rois;
   const int64_t chunks = (length + kStatisticsChunk - 1) / kStatisticsChunk;
   TRUNCDET_CHECK(n < (int64_t(1) << 31) && shape.rois < (int64_t(1) << 31),
-                 "roi_align_backward: at most 2^31 - 1 images and RoIs are possible");
-  TRUNCDET_CHECK(chunks < 65535, "roi_align_backward: channels * bins must be at most ",
+                 "RoI operators: at most 2^31 - 1 images and RoIs are possible");
+  TRUNCDET_CHECK(chunks < 65535, "RoI operators: channels * bins must be at most ",
                  int64_t(65535) * kStatisticsChunk, ", got ", length);
   const dim3 grid(static_cast<unsigned>(shape.rois), static_cast<unsigned>(chunks + 1));
   roi_statistics_kernel<T, C><<<grid, kThreads, 0, stream>>>(
-      const_data<T>(grad), const_data<C>(boxes), shape, s, sticky_word());
+      const_data<T>(grad), length, const_data<C>(boxes), shape, described, s, sticky_word(), bit);
   TRUNCDET_LAUNCH_CHECK();
   return s;
 }

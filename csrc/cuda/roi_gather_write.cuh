@@ -2,6 +2,7 @@
 #pragma once
 
 #include "roi_gather_plan.cuh"
+#include "rounding.cuh"
 
 namespace truncdet {
 
@@ -14,22 +15,6 @@ __device__ __forceinline__ T* output_cell(const GatherParams<T>& params, int64_t
   return params.out + (params.channels_last
                            ? (image * shape.cells() + cell) * shape.channels + channel
                            : (image * shape.channels + channel) * shape.cells() + cell);
-}
-
-// The short way of round_sum: every result is a normal float32 number, or zero, or overflows.
-template <class T>
-__device__ __forceinline__ T round_normal(int64_t sum, float unit) {
-  if constexpr (std::is_same_v<T, float>) {
-    return __ll2float_rn(sum) * unit;
-  } else {
-    return T{};  // never called: other types take round_any
-  }
-}
-
-// round_sum with a call, so that its long way is not copied for every cell of a row.
-template <class T>
-static __device__ __noinline__ T round_any(int64_t sum, int quantum) {
-  return round_sum<T>(sum, quantum);
 }
 
 // The values of cells with flags; others keep what is there.

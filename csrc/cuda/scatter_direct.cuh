@@ -2,6 +2,7 @@
 #pragma once
 
 #include "scatter_params.cuh"
+#include "shared_sum.cuh"
 
 namespace truncdet {
 
@@ -100,16 +101,6 @@ constexpr int64_t kSharedPerThread = 32;
 constexpr int64_t kSharedPerCell = 512;
 constexpr int64_t kMaxSharedBlocks = 1024;
 
-// A 64-bit add in shared memory, of two native 32-bit ones: the second takes the carry of the
-// first, and whatever interleaves, all carries arrive.
-__device__ __forceinline__ void add_shared(uint32_t* words, int64_t value) {
-  const uint32_t low = static_cast<uint32_t>(value);
-  const uint32_t before = atomicAdd(words, low);
-  const uint32_t carry = before + low < low ? 1u : 0u;
-  const uint32_t high = static_cast<uint32_t>(static_cast<uint64_t>(value) >> 32) + carry;
-  if (high != 0) atomicAdd(words + 1, high);
-}
-
 // For few cells: each block sums for itself, since global atomics on few addresses wait in line.
 template <class T, bool kTwoLimbs>
 __global__ void add_shared_kernel(AddParams<T> p) {
@@ -130,14 +121,13 @@ __global__ void add_shared_kernel(AddParams<T> p) {
     if (key < 0 || from < 0) continue;
     const int64_t cell = key * p.map.width + column;
     const Amount amount = adder.amount(cell, p.src[from * p.map.width + column], adder.weight(row));
-    add_shared(words + 2 * cell, amount.high);
-    if constexpr (kTwoLimbs) add_shared(words + 2 * (cells + cell), amount.low);
+    uint32_t* const own = words + 2 * cell;
+    add_shared(own, own + 1, amount.high);
+    if constexpr (kTwoLimbs) add_shared(own + 2 * cells, own + 2 * cells + 1, amount.low);
   }
   __syncthreads();
   for (int cell = threadIdx.x; cell < cells; cell += blockDim.x) {
-    const auto sum_of = [&](int at) {
-      return static_cast<int64_t>(static_cast<uint64_t>(words[2 * at + 1]) << 32 | words[2 * at]);
-    };
+    const auto sum_of = [&](int at) { return shared_sum(words[2 * at], words[2 * at + 1]); };
     Amount amount;
     amount.high = sum_of(cell);
     if constexpr (kTwoLimbs) amount.low = sum_of(cells + cell);
