@@ -1,4 +1,4 @@
-"""RoIAlign, scatter and sampling: what repeatability costs, beside the kernels in common use.
+"""RoIAlign, scatter, sampling, losses: what repeatability costs, beside the kernels in common use.
 
     python experiments/overhead.py                              # on a GPU, under a minute
     python experiments/overhead.py --device cpu --size tiny     # does everything run?
@@ -21,7 +21,16 @@ import _measure as measure
 import torch
 from _checks import Check, at_most, conclude, holds
 from _environment import RESULTS, describe, pick_device, write_result
-from _render import overhead_details, overhead_times, resample_times, sampling_times, scatter_times
+from _loss_section import CASES as LOSS_CASES
+from _loss_section import check_loss, measure_loss
+from _render import (
+    loss_times,
+    overhead_details,
+    overhead_times,
+    resample_times,
+    sampling_times,
+    scatter_times,
+)
 from _resample_section import CASES as RESAMPLE_CASES
 from _resample_section import check_resample, measure_resample
 from _roi_cases import CASES, FORWARD_LIMIT, Calls, Case
@@ -132,8 +141,15 @@ def main(arguments: Sequence[str]) -> int:
         result["sampling"].append(sampled)
         checks += check_sampling(sampled, with_limits)
         print(f"measured {sampled['name']}", file=sys.stderr, flush=True)
+    result["loss"] = []
+    for loss in LOSS_CASES:
+        timed = measure_loss(loss.tiny() if tiny else loss, device, repeats)
+        result["loss"].append(timed)
+        checks += check_loss(timed)
+        print(f"measured {timed['name']}", file=sys.stderr, flush=True)
     result["checks"] = checks
-    for table in (overhead_times, overhead_details, scatter_times, resample_times, sampling_times):
+    tables = (overhead_times, overhead_details, scatter_times)
+    for table in (*tables, resample_times, sampling_times, loss_times):
         print(table(result), end="\n\n")
     folder = options.out or (None if tiny else RESULTS)
     if folder is not None:

@@ -11,6 +11,8 @@ from truncdet._adaptive_avg_pool import adaptive_avg_pool3d as adaptive_avg_pool
 from truncdet._adaptive_max_pool import AdaptiveMaxPool2d as AdaptiveMaxPool2d
 from truncdet._adaptive_max_pool import adaptive_max_pool2d as adaptive_max_pool2d
 from truncdet._build import build_info as build_info
+from truncdet._cross_entropy import cross_entropy as cross_entropy
+from truncdet._ctc_loss import ctc_loss as ctc_loss
 from truncdet._digest import Digest as Digest
 from truncdet._digest import digest as digest
 from truncdet._dynamic_scatter import DynamicScatter as DynamicScatter
@@ -24,7 +26,13 @@ from truncdet._histogram import histc as histc
 from truncdet._index_put import index_put as index_put
 from truncdet._interpolate import Upsample as Upsample
 from truncdet._interpolate import interpolate as interpolate
+from truncdet._loss_modules import CrossEntropyLoss as CrossEntropyLoss
+from truncdet._loss_modules import CTCLoss as CTCLoss
+from truncdet._loss_modules import NLLLoss as NLLLoss
 from truncdet._ms_deform_attn import ms_deform_attn as ms_deform_attn
+from truncdet._nll_loss import nll_loss as nll_loss
+from truncdet._nms import batched_nms as batched_nms
+from truncdet._nms import nms as nms
 from truncdet._roi_align import RoIAlign as RoIAlign
 from truncdet._roi_align import roi_align as roi_align
 from truncdet._scatter import index_add as index_add
@@ -40,6 +48,7 @@ from truncdet._sticky import check as check
 from truncdet._switch import deterministic as deterministic
 from truncdet._switch import disable as disable
 from truncdet._switch import enable as enable
+from truncdet._topk import topk as topk
 from truncdet._torch_scatter import scatter as scatter
 from truncdet._torch_scatter import scatter_mean as scatter_mean
 from truncdet._torch_scatter import scatter_sum as scatter_sum

@@ -14,6 +14,7 @@ from truncdet._errors import TruncdetError
 
 GATHER, INDEX_SELECT, INDEX_PUT, SCATTER_REDUCE, SCATTER = (1 << bit for bit in range(16, 21))
 EMBEDDING, EMBEDDING_BAG = 1 << 21, 1 << 22
+NLL_LOSS, CTC_LOSS, CROSS_ENTROPY = 1 << 28, 1 << 29, 1 << 30
 
 OPERATORS = {
     1: "roi_align",
@@ -27,6 +28,9 @@ OPERATORS = {
     SCATTER: "scatter",
     EMBEDDING: "embedding",
     EMBEDDING_BAG: "embedding_bag",
+    NLL_LOSS: "nll_loss",
+    CTC_LOSS: "ctc_loss",
+    CROSS_ENTROPY: "cross_entropy",
 }
 """The bit of each operator; csrc/cuda/launch.cuh has those that a kernel names by itself."""
 

@@ -44,6 +44,7 @@ enum StickyBit : unsigned {
   kStickyScatterAdd = 2u,
   kStickyIndexAdd = 4u,
   kStickyMsDeformAttn = 1u << 12,
+  kStickyCtcLoss = 1u << 29,
 };
 
 // A word in pinned host memory that every device can write. Allocated on first use, also while a
