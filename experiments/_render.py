@@ -205,6 +205,25 @@ def rotated_times(result: Result) -> str:
     return table((*header, "truncdet, ms", "ratio", "limit", *tail), rows)
 
 
+def loss_times(result: Result) -> str:
+    """Losses with their gradients, nms and topk."""
+    rows = []
+    for row in result.get("loss", []):
+        native, ours = row["native"][row["native_name"]], row["truncdet"]
+        times = [_number(side["ms"], 3) for side in (native, ours)]
+        others = (
+            f"{name} {_number(side['ms'], 3)}"
+            for name, side in row["native"].items()
+            if name != row["native_name"]
+        )
+        bits = " / ".join(_yes(side["bits_equal"]) for side in (native, ours))
+        peaks = [_mib(side["peak_bytes"]) for side in (native, ours)]
+        cells = [row["name"], row["native_name"], *times, _number(row["ratio"], 2)]
+        rows.append([*cells, ", ".join(others) or "-", *peaks, bits])
+    header = ("operator, float32", "native", "native, ms", "truncdet, ms", "ratio", "others, ms")
+    return table((*header, "peak, native, MiB", "truncdet, MiB", "bits repeat"), rows)
+
+
 def train_step(result: Result) -> str:
     """A training step of Mask R-CNN, plain and patched."""
     return _trainings("precision", result)
@@ -288,6 +307,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "already": ("overhead", already_times),
     "deform": ("overhead", deform_times),
     "rotated": ("overhead", rotated_times),
+    "loss": ("overhead", loss_times),
     "train_step": ("train_step", train_step),
     "frameworks": ("frameworks", frameworks),
     "flip_rate": ("flip_rate", flip_rate),

@@ -1,4 +1,5 @@
 """What repeatability costs, operator by operator, beside the kernels in common use.
+"""RoIAlign, scatter, sampling, losses: what repeatability costs, beside the kernels in common use.
 
     python experiments/overhead.py                              # on a GPU, about two minutes
     python experiments/overhead.py --device cpu --size tiny     # does everything run?
@@ -29,6 +30,10 @@ from _environment import RESULTS, describe, pick_device, write_result
 from _render import (
     already_times,
     deform_times,
+from _loss_section import CASES as LOSS_CASES
+from _loss_section import check_loss, measure_loss
+from _render import (
+    loss_times,
     overhead_details,
     overhead_times,
     resample_times,
@@ -66,6 +71,9 @@ SECTIONS: dict[str, tuple[Any, Any, Any, Callable[[dict[str, Any]], str]]] = {
     "scatter": (SCATTER_CASES, measure_scatter, check_scatter, scatter_times),
     "resample": (RESAMPLE_CASES, measure_resample, check_resample, resample_times),
     "sampling": (SAMPLING_CASES, measure_sampling, check_sampling, sampling_times),
+    "rotated": (ROTATED_CASES, measure_rotated, check_rotated, rotated_times),
+    "deform": (DEFORM_CASES, measure_deform, check_deform, deform_times),
+    "loss": (LOSS_CASES, measure_loss, check_loss, loss_times),
     "already": (ALREADY_CASES, measure_already, check_already, already_times),
     "ways": (WAYS_CASES, measure_ways, check_ways, ways_times),
 }

@@ -7,6 +7,7 @@ import digest_cases_resample
 import digest_cases_scatter
 import torch
 from digest_cases_deform import deform_cases
+from digest_cases_loss import loss_cases
 from digest_cases_rotated import rotated_cases
 from digest_cases_sampling import sampling_cases
 from exact_arithmetic import FLOATS
@@ -113,6 +114,7 @@ add_roi_align("nonfinite", SHAPES["odd_sizes"], torch.float32, "max", poison=Tru
 sampling_cases(named, short)
 deform_cases(named, short)
 rotated_cases(named, short)
+loss_cases(named, short, index)
 
 CASES.update(digest_cases_resample.CASES)
 

@@ -16,6 +16,7 @@ GATHER, INDEX_SELECT, INDEX_PUT, SCATTER_REDUCE, SCATTER = (1 << bit for bit in 
 EMBEDDING, EMBEDDING_BAG = 1 << 21, 1 << 22
 ROI_ALIGN_ROTATED = 1 << 26
 ROI_POOL, PS_ROI_ALIGN, PS_ROI_POOL = 1 << 23, 1 << 24, 1 << 25
+NLL_LOSS, CTC_LOSS, CROSS_ENTROPY = 1 << 28, 1 << 29, 1 << 30
 
 OPERATORS = {
     1: "roi_align",
@@ -33,6 +34,9 @@ OPERATORS = {
     ROI_POOL: "roi_pool",
     PS_ROI_ALIGN: "ps_roi_align",
     PS_ROI_POOL: "ps_roi_pool",
+    NLL_LOSS: "nll_loss",
+    CTC_LOSS: "ctc_loss",
+    CROSS_ENTROPY: "cross_entropy",
 }
 """The bit of each operator; csrc/cuda/launch.cuh has those that a kernel names by itself."""
 

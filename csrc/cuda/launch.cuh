@@ -48,6 +48,7 @@ enum StickyBit : unsigned {
   kStickyRoiPool = 1u << 23,
   kStickyPsRoiAlign = 1u << 24,
   kStickyPsRoiPool = 1u << 25,
+  kStickyCtcLoss = 1u << 29,
 };
 
 // A word in pinned host memory that every device can write. Allocated on first use, also while a
