@@ -1,5 +1,4 @@
 """What repeatability costs, operator by operator, beside the kernels in common use.
-"""RoIAlign, scatter, sampling, losses: what repeatability costs, beside the kernels in common use.
 
     python experiments/overhead.py                              # on a GPU, about two minutes
     python experiments/overhead.py --device cpu --size tiny     # does everything run?
@@ -27,25 +26,19 @@ from _checks import Check, at_most, conclude, holds
 from _deform_section import CASES as DEFORM_CASES
 from _deform_section import check_deform, measure_deform
 from _environment import RESULTS, describe, pick_device, write_result
-from _render import (
-    already_times,
-    deform_times,
 from _loss_section import CASES as LOSS_CASES
 from _loss_section import check_loss, measure_loss
 from _render import (
+    already_times,
+    deform_times,
     loss_times,
-    overhead_details,
-    overhead_times,
-    resample_times,
-    sampling_times,
-    scatter_times,
-    ways_times,
     overhead_details,
     overhead_times,
     resample_times,
     rotated_times,
     sampling_times,
     scatter_times,
+    ways_times,
 )
 from _resample_section import CASES as RESAMPLE_CASES
 from _resample_section import check_resample, measure_resample

@@ -1,4 +1,4 @@
-"""roi_pool, ps_roi_align, ps_roi_pool: the reference bit for bit, torchvision's values, the bound."""
+"""roi_pool, ps_roi_align, ps_roi_pool: the reference bit for bit, torchvision, the bound."""
 
 from fractions import Fraction
 

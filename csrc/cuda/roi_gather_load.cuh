@@ -52,7 +52,8 @@ __device__ __forceinline__ void load_weights(const Hit& hit, bool row, int tile,
 // only those that the tile needs. Channels that do not exist become zeros.
 template <int kGroup>
 __device__ __forceinline__ void load_raw(const float* __restrict__ source, int channels,
-                                         const Hit& hit, const GatherPlan& plan, float* values) {
+                                         int first_bin, int last_bin, const GatherPlan& plan,
+                                         float* values) {
   const int bins = plan.bins;
   if (plan.pad_channels == kGroup && channels == kGroup &&
       reinterpret_cast<uintptr_t>(source) % 16 == 0) {
@@ -64,7 +65,7 @@ __device__ __forceinline__ void load_raw(const float* __restrict__ source, int c
   for (int c = threadIdx.x / 32; c < kGroup; c += kThreads / 32) {
     float* target = values + c * bins + (c >> plan.pad_shift);
     const float* from = source + c * bins;
-    for (int bin = hit.first_bin + threadIdx.x % 32; bin < hit.last_bin; bin += 32) {
+    for (int bin = first_bin + threadIdx.x % 32; bin < last_bin; bin += 32) {
       if (c < channels) {
         __pipeline_memcpy_async(target + bin, from + bin, 4);
       } else {
@@ -127,7 +128,7 @@ __device__ __forceinline__ void load_batch(const GatherParams<T>& params, const 
     } else {
       if constexpr (std::is_same_v<T, float>) {
         if (tile.folded) {
-          load_raw<kGroup>(source, tile.channels, hit, plan, slot);
+          load_raw<kGroup>(source, tile.channels, hit.first_bin, hit.last_bin, plan, slot);
           continue;
         }
       }

@@ -232,7 +232,7 @@ __device__ __forceinline__ void load_values(const RotatedParams<T>& params, cons
     } else {
       if constexpr (std::is_same_v<T, float>) {
         if (tile.folded) {
-          load_raw<kGroup>(source, tile.channels, plan, slot);
+          load_raw<kGroup>(source, tile.channels, 0, plan.bins, plan, slot);
           continue;
         }
       }

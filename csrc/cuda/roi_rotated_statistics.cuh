@@ -172,7 +172,8 @@ __global__ void __launch_bounds__(kThreads)
     }
   } else {
     const int64_t image = make_rotated_roi<C>(rois + 6 * k, shape).image;
-    if (image >= 0) look_at_chunk<T, C>(grad, k, image, shape, statistics);
+    if (image >= 0)
+      look_at_chunk<T, C>(grad, shape.channels * shape.bins(), k, image, shape.images, statistics);
   }
   if (statistics.list == nullptr) return;
   // What this block wrote must be visible before it counts as finished.
