@@ -6,6 +6,7 @@ Inputs are written formulas (see roi_cases), so a digest changes only where the 
 import digest_cases_resample
 import digest_cases_scatter
 import torch
+from digest_cases_pool import pool_cases
 from digest_cases_sampling import sampling_cases
 from exact_arithmetic import FLOATS
 from roi_cases import SHAPES, Case, hashed_words, values
@@ -109,6 +110,7 @@ for _dtype in FLOATS:
 add_roi_align("ratio2", SHAPES["31_channels"]._replace(ratio=2), torch.float32, "max")
 add_roi_align("nonfinite", SHAPES["odd_sizes"], torch.float32, "max", poison=True)
 sampling_cases(named, short)
+pool_cases(named, short)
 
 CASES.update(digest_cases_resample.CASES)
 
