@@ -9,6 +9,7 @@ import torch
 from digest_cases_deform import deform_cases
 from digest_cases_loss import loss_cases
 from digest_cases_rotated import rotated_cases
+from digest_cases_pool import pool_cases
 from digest_cases_sampling import sampling_cases
 from exact_arithmetic import FLOATS
 from roi_cases import SHAPES, Case, hashed_words, values
@@ -115,6 +116,7 @@ sampling_cases(named, short)
 deform_cases(named, short)
 rotated_cases(named, short)
 loss_cases(named, short, index)
+pool_cases(named, short)
 
 CASES.update(digest_cases_resample.CASES)
 

@@ -1,4 +1,4 @@
-"""roi_pool, ps_roi_align, ps_roi_pool: the reference bit for bit, torchvision, the bound."""
+"""roi_pool and the position-sensitive ops: reference = kernel, torchvision's values, the bound."""
 
 from fractions import Fraction
 
@@ -183,11 +183,12 @@ def contributions(op, case, grad, chosen, boxes):
             for y, x in weight.nonzero().tolist():
                 send(k, own, y, x, weight[y, x] * g[k, c, p, q])
         else:
-            # What reaches a map of ones tells the bin's cells.
-            one = torch.zeros_like(grad[k : k + 1])
+            # What torchvision sends from a single one tells the bin's cells.
+            one = torch.zeros(1, *grad.shape[1:], dtype=kind)
             one[0, c, p, q] = 1
-            args = (one, boxes[k : k + 1], *op.shape(case), *op.rest(case), False)
-            bin_cells = torch.ops.truncdet.ps_roi_pool_backward(*args)[image[k], own].nonzero()
+            input = torch.zeros(op.shape(case), dtype=kind)
+            sent = op.gradient(case, input, boxes[k : k + 1], one, op.native)[1]
+            bin_cells = sent[image[k], own].nonzero()
             for y, x in bin_cells.tolist():
                 send(k, own, y, x, g[k, c, p, q] / torch.tensor(len(bin_cells), dtype=kind))
     return cells

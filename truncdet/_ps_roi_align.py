@@ -79,7 +79,9 @@ def backward_reference(
     wy, wx = align.both_axes(roi, bins, cells)
     values = grad.to(fixedpoint.compute_dtype(grad.dtype)).flatten(1)
     out = align.empty_gradient(grad, (images, channels, height, width), channels_last)
-    number = torch.arange(out[:1].numel(), device=grad.device).reshape(channels, height, width)
+    number = torch.arange(channels * height * width, device=grad.device).reshape(
+        channels, height, width
+    )
     for image, own in align.rois_by_image(roi.image, out):
         sums = Sums(number.shape, values[own], 1)
         for k in own.tolist():

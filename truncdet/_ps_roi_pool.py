@@ -99,7 +99,7 @@ def backward_reference(
     align.check_batch_indices(boxes, images, "ps_roi_pool", PS_ROI_POOL)
     values = grad.to(fixedpoint.compute_dtype(grad.dtype))
     out = align.empty_gradient(grad, (images, channels, height, width), channels_last)
-    number = torch.arange(out[:1].numel(), device=grad.device)
+    number = torch.arange(channels * height * width, device=grad.device)
     number = number.reshape(channels // (bins[0] * bins[1]), *bins, height, width)
     for image, own in align.rois_by_image(align.image_of(boxes, images), out):
         sums = Sums(out.shape[1:], values[own], 1)
