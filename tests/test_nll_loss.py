@@ -261,6 +261,19 @@ def test_operator_checks(device):
         for dtype in (torch.float32, torch.float16):
             half = None if own is None else own.to(dtype)
             torch.library.opcheck(ops._nll_spread.default, (grad, target, half, 5, 2, dtype))
+    pair = (torch.randn(3, device=device, requires_grad=True), torch.rand(3, device=device))
+    torch.library.opcheck(ops._ratio.default, pair)
+
+
+def test_a_mean_of_nothing_is_the_canonical_nan(device):
+    input = torch.zeros(2, 3, device=device, requires_grad=True)
+    unused = torch.full((2,), -100, device=device)
+    loss = nll_loss(input, unused)
+    assert_bitwise_equal(loss.detach(), torch.tensor(torch.nan))
+    assert_bitwise_equal(torch.autograd.grad(loss, input)[0], torch.zeros(2, 3))
+    for reduction, value in (("mean", torch.nan), ("sum", 0.0)):
+        loss = nll_loss(input[:0], unused[:0], reduction=reduction)
+        assert_bitwise_equal(loss.detach(), torch.tensor(value))
 
 
 def test_a_target_out_of_range(device):

@@ -22,7 +22,7 @@ from truncdet import fixedpoint as fp
 from truncdet._autocast import as_autocast
 from truncdet._divide import divide
 from truncdet._nll_loss import Losses
-from truncdet._total import total
+from truncdet._total import ratio, total
 
 
 def cross_entropy(
@@ -129,5 +129,5 @@ def _over_all_classes(
     if reduction != "none":
         sums = total(sums)
     if reduction == "mean":
-        sums = sums / losses.total_factor()
+        sums = ratio(sums, losses.total_factor())
     return divide(sums, None, logs.dtype)

@@ -20,7 +20,7 @@ from truncdet._divide import divide
 from truncdet._errors import TruncdetError
 from truncdet._library import LIB
 from truncdet._nll_loss_arguments import check_reduction
-from truncdet._total import total
+from truncdet._total import ratio, total
 
 _REST = "Tensor targets, Tensor input_lengths, Tensor target_lengths"
 for _schema in (
@@ -163,4 +163,5 @@ def ctc_loss(
     if reduction == "sum":
         return divide(total(wide), None, losses.dtype)
     count = torch.full((), items, dtype=torch.int64, device=probs.device)
-    return divide(total(wide / wanted.clamp(min=1)), count, losses.dtype)
+    each = ratio(wide, wanted.clamp(min=1).to(wide.dtype))
+    return divide(total(each), count, losses.dtype)

@@ -28,7 +28,7 @@ from truncdet import fixedpoint as fp
 from truncdet._autocast import as_autocast
 from truncdet._divide import divide
 from truncdet._library import LIB
-from truncdet._total import total
+from truncdet._total import ratio, total
 
 for _schema in (
     "_nll_terms(Tensor input, Tensor target, Tensor? weight, int ignore_index, int operator) "
@@ -125,7 +125,7 @@ class Losses:
             return divide(self.terms, None, self.dtype).reshape(self.shape)
         loss = total(self.terms)
         if reduction == "mean":
-            loss = loss / self.total_factor()
+            loss = ratio(loss, self.total_factor())
         return divide(loss, None, self.dtype)
 
     def total_factor(self) -> Tensor:

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kBits = 64;  // boxes of a word
 constexpr int kKeepThreads = 512;
-constexpr int kSharedWords = 4096;
+constexpr int kSharedWords = 2048;
 constexpr int64_t kMaxRows = 65535;  // the hardware's limit on gridDim.y
 
 template <class T>
