@@ -1,4 +1,4 @@
-"""`convert`: the RoI layers of one model, in place; nothing outside the model changes."""
+"""`convert`: the known layers of one model, in place; nothing outside the model changes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,15 @@ from truncdet.integrations._layers import KINDS, Kind, kind_of, source_of
 from truncdet.integrations._patch import Patch, Plan
 from truncdet.integrations._precise import convertible
 from truncdet.integrations._precision import keep_rois
-from truncdet.integrations._roi import Recipe, recipe
+from truncdet.integrations._roi import OFF, Recipe, recipe
 from truncdet.integrations._swap import NOTICES, SubclassError, Swap, make_swap, swap_of
 
 from truncdet._errors import TruncdetError
 
-# Layers whose CUDA kernels add floats with atomics, by framework; found by class name.
+# Other layers whose CUDA kernels add floats with atomics, by framework; found by class name.
 _HOLES = {
-    "torchvision": "RoIPool PSRoIAlign PSRoIPool DeformConv2d",
-    "mmcv": "RoIPool RoIAlignRotated RiRoIAlignRotated PrRoIPool DeformRoIPool SimpleRoIAlign "
-    "RoIAwarePool3d BorderAlign BezierAlign DeformConv2d ModulatedDeformConv2d "
-    "MultiScaleDeformableAttention CARAFENaive DynamicScatter",
-    "detectron2": "ROIAlignRotated DeformConv ModulatedDeformConv",
+    "mmcv": "RiRoIAlignRotated PrRoIPool DeformRoIPool SimpleRoIAlign RoIAwarePool3d BorderAlign "
+    "BezierAlign CARAFENaive QueryAndGroup",
 }
 
 
@@ -37,12 +34,14 @@ def convert(
     literal: bool = False,
     allow_untested: bool = False,
 ) -> Conversion:
-    """Makes the RoI layers of one model reproducible, in place, whatever framework they are of.
+    """Makes the detection layers of one model reproducible, in place, whatever their framework.
 
     Covers torchvision's RoIAlign and MultiScaleRoIAlign, mmcv's RoIAlign (and so mmdet's
     extractors) and detectron2's ROIAlign (and so its poolers), in wrapped models too (DDP,
-    torch.compile). Checkpoints load both ways, copies and pickles stay converted, and coordinates
-    stay float32 under autocast. Nothing else in the process changes: use it for one model, and
+    torch.compile); with 'fixed_point' also the other pooling layers that truncdet has an operator
+    for, deformable convolutions, mmcv's MultiScaleDeformableAttention and DynamicScatter.
+    Checkpoints load both ways, copies and pickles stay converted, and RoIAlign's coordinates stay
+    float32 under autocast. Nothing else in the process changes: use it for one model, and
     `truncdet.enable` or an integration's `patch` for a whole program. Functions that a model calls
     by name are not covered; the gradient of RoIAlign in detectors is in the layers.
 
@@ -55,16 +54,16 @@ def convert(
 
     Args:
         model: any module; a layer that occurs twice in it is converted once, at both places.
-        mode: 'fixed_point' (same bits always), 'truncate' (probable), or 'off', which makes every
-            layer what it was. Another mode switches.
+        mode: 'fixed_point' (same bits always), 'truncate' (probable, RoIAlign alone), or 'off',
+            which makes every layer what it was. Another mode switches.
         literal: with 'truncate' only: features and rois through half to double, exactly the
             published recipe, which moves large boxes; it warns.
         allow_untested: convert layers of untested framework versions too; the environment variable
             TRUNCDET_ALLOW_UNTESTED=1 says the same.
 
     Returns:
-        A `Conversion`: what changed, which RoI layers were skipped and why, and which other layers
-        are known to vary from run to run and are not covered.
+        A `Conversion`: what changed, which of these layers were skipped and why, and which other
+        layers are known to vary from run to run and are not covered.
 
     Raises:
         TypeError: if model is not an nn.Module.
@@ -108,18 +107,21 @@ class _Findings:
         if reason is not None:
             self.skipped.append(Left(name, reason, _class_name(original)))
             return
-        was = Recipe("off") if swap is None else swap.recipe
-        if was == self.wanted:
+        was, wanted = OFF if swap is None else swap.recipe, kind.recipe(self.wanted)
+        if wanted != self.wanted:
+            why = f"'{self.wanted.mode}' covers RoIAlign alone"
+            self.not_covered.append(Left(name, why, _class_name(original)))
+        if was == wanted:
             return
         new = original
-        if self.wanted.mode != "off":
+        if wanted != OFF:
             try:
-                new = make_swap(original, kind.mixin, self.wanted, source_of(layer, kind)).converted
+                new = make_swap(original, kind.mixin, wanted, source_of(layer, kind)).converted
             except SubclassError as error:
                 self.skipped.append(Left(name, str(error), _class_name(original)))
                 return
         self.swaps.append((layer, kind, new))
-        self.changed.append(Change(name, _label(was), _label(self.wanted), _class_name(original)))
+        self.changed.append(Change(name, _label(was), _label(wanted), _class_name(original)))
 
     def apply(self, model: nn.Module) -> Conversion:
         # After an exception, such as that of a class which will not let go of its layers, the exit
@@ -147,13 +149,14 @@ class _Findings:
 
 
 def _why_not(layer: nn.Module, original: type, kind: Kind) -> str | None:
-    """Returns why a RoI layer cannot be converted: what runs would not be what we replace."""
+    """Returns why a layer cannot be converted: what runs would not be what we replace."""
     if swap_of(layer) is None and isinstance(getattr(original, "_swap", None), Swap):
         return "its class was changed after it was converted"
-    if "forward" in vars(layer):
-        return "the object has a forward of its own"
-    if original.forward is not kind.found().forward:  # type: ignore[attr-defined]
-        return "its class has a forward of its own"
+    for method in dict.fromkeys(("forward", *kind.methods)):
+        if method in vars(layer):
+            return f"the object has a {method} of its own"
+        if getattr(original, method) is not getattr(kind.found(), method):
+            return f"its class has a {method} of its own"
     return None
 
 
@@ -171,13 +174,14 @@ def check_layers(module: nn.Module, args: object) -> None:
         TruncdetError: if none of the module's RoI layers is converted, or some are not.
     """
     layers = [(layer, kind_of(layer)) for layer in module.modules()]
-    converted = any(swap_of(layer) is not None for layer, _ in layers)
+    recipes = {swap.recipe for swap in (swap_of(layer) for layer, _ in layers) if swap is not None}
     plain = {
         type(layer).__name__
         for layer, kind in layers
         if kind and swap_of(layer) is None and _why_not(layer, type(layer), kind) is None
+        if not recipes or any(kind.recipe(recipe) != OFF for recipe in recipes)
     }
-    if plain or not converted:
+    if plain or not recipes:
         found = ", ".join(sorted(plain)) or "none that is"
         raise TruncdetError(
             f"{type(module).__name__}: RoI layers must be those that were made deterministic when "

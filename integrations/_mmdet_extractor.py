@@ -90,8 +90,8 @@ def _apply(extractor: Any, mode: str, literal: bool) -> None:
     if not conversion.changed:
         # Whoever writes the key must not train on believing that it did something.
         raise TruncdetError(
-            f"{type(extractor).__name__}: {KEY} needs roi_layer to be a RoIAlign that it can swap, "
-            f"got {_classes(extractor)}"
+            f"{type(extractor).__name__}: {KEY} needs roi_layer to be one that it can swap for "
+            f"{mode!r}, got {_classes(extractor)}"
         )
     if check_layers not in extractor._forward_pre_hooks.values():
         extractor.register_forward_pre_hook(check_layers)

@@ -31,7 +31,7 @@ def convertible(extractor: nn.Module) -> bool:
         single is not None
         and isinstance(extractor, single)
         and inherits(extractor, single, "forward")
-        and _known(extractor, swap_of)
+        and _known(extractor, _is_converted)
     )
 
 
@@ -57,9 +57,15 @@ def _known(extractor: Any, ours: Callable[[nn.Module], object]) -> bool:
     return bool(layers) and methods and all(ours(layer) for layer in layers)
 
 
+def _is_converted(layer: nn.Module) -> bool:
+    """Returns whether a layer is converted and takes boxes that are kept precise."""
+    swap = swap_of(layer)
+    return swap is not None and bool(swap.mixin._precise)
+
+
 def _is_ours(layer: nn.Module) -> bool:
     """Returns whether a layer pools by truncdet: converted, or mmcv's own while it is patched."""
-    if swap_of(layer) is not None:
+    if _is_converted(layer):
         return True
     from truncdet.integrations import mmcv
 

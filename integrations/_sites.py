@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -77,13 +77,21 @@ def sites_of(value: object, new: object, *packages: str) -> tuple[Site, ...]:
         new: what it becomes.
         packages: look only in these packages and what is below them; default: everywhere.
     """
+    return sites_becoming(((value, new),), *packages)
+
+
+def sites_becoming(changes: Iterable[tuple[object, object]], *packages: str) -> tuple[Site, ...]:
+    """As `sites_of`, for several pairs of a value and what it becomes, in one walk."""
+    # The values are kept by the pairs, so no other object can have the identity of one.
+    pairs = list(changes)
+    becoming = {id(value): new for value, new in pairs}
     return tuple(
-        Site(module_name, name, new)
+        Site(module_name, name, becoming[id(held)])
         for module_name, _, names in _module_globals()
         if not packages
         or any(module_name == p or module_name.startswith(f"{p}.") for p in packages)
         for name, held in names
-        if held is value
+        if id(held) in becoming
     )
 
 

@@ -10,21 +10,13 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from truncdet.integrations._roi import (
-    Function,
-    Notices,
-    Recipe,
-    from_mmcv,
-    from_torchvision,
-    make_function,
-)
+from truncdet.integrations._roi import Notices, Recipe
 
 NOTICES = Notices(
-    "truncdet.convert: {reason} uses the framework's own RoIAlign, as if nothing were converted"
+    "truncdet.convert: {reason} uses the framework's own operator, as if nothing were converted"
 )
 _PREFIX = {"fixed_point": "FixedPoint", "truncate": "Truncate"}
 
@@ -72,13 +64,18 @@ class _Exporting(_Convertible):
 class Converted(_Convertible):
     """What stands before the framework's class in a converted layer; subclasses have a forward."""
 
-    if TYPE_CHECKING:
-        _function: Function
+    # Whether its operator takes float32 boxes beside features of half types.
+    _precise = False
 
     @classmethod
-    def _members(cls) -> dict[str, Any]:
-        """Returns what else the class needs, once the framework is imported."""
-        return {}
+    def _made_from(cls, original: type) -> object:
+        """Returns what of the class the members are made from, which somebody may replace."""
+        return None
+
+    @classmethod
+    def _members(cls, original: type, recipe: Recipe, source: str) -> dict[str, Any]:
+        """Returns what a class under `recipe` needs, once the framework is imported."""
+        raise NotImplementedError
 
     def __prepare_scriptable__(self) -> Any:
         NOTICES.say("torch.jit.script", stacklevel=3)
@@ -96,7 +93,7 @@ class Swap:
     """
 
     original: type
-    mixin: type  # of Converted
+    mixin: Any  # a subclass of Converted
     recipe: Recipe
     source: str
     converted: type
@@ -124,16 +121,19 @@ def truncating() -> bool:
     return bool(_truncating)
 
 
-@functools.cache
 def make_swap(original: type, mixin: Any, recipe: Recipe, source: str) -> Swap:
-    """Returns the swap of a RoI layer's class, the same one for the same arguments."""
+    """Returns the swap of a layer's class, the same one for the same arguments."""
+    return _make_swap(original, mixin, recipe, source, mixin._made_from(original))
+
+
+@functools.cache
+def _make_swap(original: type, mixin: Any, recipe: Recipe, source: str, _from: object) -> Swap:
     converted = _subclass(_PREFIX[recipe.mode] + original.__name__, mixin, original)
     exporting = _subclass(original.__name__, _Exporting, original)
     # What is exported says nothing of us: TorchScript writes the class's name down.
     exporting.__module__, exporting.__qualname__ = original.__module__, original.__qualname__
     swap = Swap(original, mixin, recipe, source, converted, exporting)
-    function = staticmethod(make_function(_original(source), recipe))
-    for name, value in {"_function": function, **mixin._members()}.items():
+    for name, value in mixin._members(original, recipe, source).items():
         setattr(converted, name, value)
     for cls in (converted, exporting):
         cls._swap = swap  # type: ignore[attr-defined]
@@ -150,14 +150,6 @@ def _subclass(name: str, mixin: type, original: type) -> type:
         raise SubclassError(
             f"its class cannot be subclassed: {type(error).__name__}: {error}"
         ) from error
-
-
-def _original(source: str) -> Function:
-    """The framework's own function in the common form, from under any patch of ours."""
-    importlib.import_module(f"{source}.ops.roi_align")
-    integration = importlib.import_module(f"truncdet.integrations.{source}")
-    function = integration._replacement().__wrapped__
-    return from_mmcv(function) if source == "mmcv" else from_torchvision(function)
 
 
 def _restore(original: type, mixin: type, recipe: Recipe, source: str, *arguments: Any) -> Any:

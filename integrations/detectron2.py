@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from truncdet.integrations import torchvision
 from truncdet.integrations._detectron2_config import add_truncdet_config as add_truncdet_config
+from truncdet.integrations._detectron2_table import TABLE
 from truncdet.integrations._patch import Patch, Plan, Site, sites_of
 from truncdet.integrations._precise import inherits
 from truncdet.integrations._precision import keep_rois, would_round
@@ -36,6 +37,7 @@ from truncdet.integrations._roi import (
     make_function,
     recipe,
 )
+from truncdet.integrations._substitute import Substitution
 
 from truncdet._errors import TruncdetError
 
@@ -168,7 +170,8 @@ def _plan(wanted: Recipe) -> Plan:
         )
     replacement.function = make_function(from_torchvision(original), wanted)
     _NOTICES.forget()
-    return Plan((*sites, Site(_LAYER, "ROIAlign.__call__", _precise_call())))
+    others = _OTHERS.sites() if wanted.mode == "fixed_point" else ()
+    return Plan((*sites, Site(_LAYER, "ROIAlign.__call__", _precise_call()), *others))
 
 
 @functools.cache
@@ -238,3 +241,4 @@ def _has_hooks(module: Any) -> bool:
 
 
 _PATCH: Patch[Recipe] = Patch(_ME, "detectron2", TESTED, _plan, off=OFF)
+_OTHERS = Substitution(_ME, "detectron2.layers", TABLE, lambda: mode() == "fixed_point")

@@ -21,6 +21,7 @@ from types import BuiltinMethodType, MethodType
 from typing import Any
 
 from truncdet.integrations._claims import Claims
+from truncdet.integrations._mmcv_table import TABLE
 from truncdet.integrations._original import check_original
 from truncdet.integrations._patch import Patch, Plan, Site, sites_of
 from truncdet.integrations._roi import (
@@ -35,6 +36,7 @@ from truncdet.integrations._roi import (
     make_function,
     recipe,
 )
+from truncdet.integrations._substitute import Substitution, apply_of
 
 TESTED = ((2, 1), (2, 2))
 
@@ -135,8 +137,9 @@ def _plan(chosen: Recipe) -> Plan:
     return Plan(
         (
             *(site for held in _held() for site in sites_of(held, replacement)),
-            Site(_OPS, "RoIAlignFunction.apply", _apply(module["RoIAlignFunction"], replacement)),
+            Site(_OPS, "RoIAlignFunction.apply", apply_of(module["RoIAlignFunction"], replacement)),
             Site(_OPS, "RoIAlign.forward", _forward(vars(module["RoIAlign"])["forward"])),
+            *(_OTHERS.sites() if chosen.mode == "fixed_point" else ()),
         )
     )
 
@@ -191,16 +194,6 @@ def _held() -> list[Any]:
     return list({id(value): value for value in found if _is_original(value)}.values())
 
 
-def _apply(function: Any, replacement: Function) -> object:
-    def apply(cls: Any, *args: Any) -> Any:
-        if cls is function:
-            return replacement(*args)
-        # A subclass has a forward or backward of its own.
-        return super(function, cls).apply(*args)
-
-    return classmethod(apply)
-
-
 def _forward(original: Function) -> Function:
     @functools.wraps(original)
     def forward(self: Any, input: Any, rois: Any) -> Any:
@@ -226,4 +219,5 @@ def _torchvision(*arguments: Any) -> Any:
 
 
 _PATCH = Patch(_ME, "mmcv", TESTED, _plan, off=OFF)
+_OTHERS = Substitution(_ME, "mmcv.ops", TABLE, lambda: mode() == "fixed_point")
 CLAIMS = Claims(_PATCH)

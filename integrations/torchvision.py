@@ -18,6 +18,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from truncdet.integrations import _torchvision_table
 from truncdet.integrations._original import check_original, not_original
 from truncdet.integrations._patch import Kernel, Patch, Plan, sites_of
 from truncdet.integrations._roi import (
@@ -116,7 +117,7 @@ def covers(op: str, grad_dtype: torch.dtype) -> bool:
     of this patch, of another framework whose layers call torchvision, or of a converted layer.
     """
     if op != BACKWARD_OP:
-        return False
+        return mode() == "fixed_point" and _torchvision_table.covers(op, grad_dtype)
     if mode() == "fixed_point":
         return True
     patched_so = any(mode_of(name) == "truncate" for name in FRAMEWORKS)
@@ -166,7 +167,7 @@ def _plan(mode: str) -> Plan:
     _FUNCTIONS[mode] = make_function(from_torchvision(original), Recipe(mode))
     _NOTICES.forget()
     sites = sites_of(original, replacement, "torchvision")
-    return Plan(sites, _KERNELS if mode == "fixed_point" else ())
+    return Plan(sites, (*_KERNELS, *_torchvision_table.kernels()) if mode == "fixed_point" else ())
 
 
 def _is_original(found: Any) -> bool:

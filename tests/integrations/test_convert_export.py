@@ -55,7 +55,7 @@ def test_scripted_code_is_the_original_and_the_model_stays_converted() -> None:
         scripted = torch.jit.script(model)
         torch.jit.script(model)
     assert notices(caught) == [
-        "truncdet.convert: torch.jit.script uses the framework's own RoIAlign, as if nothing were "
+        "truncdet.convert: torch.jit.script uses the framework's own operator, as if nothing were "
         "converted"
     ]
     reference = torch.jit.script(plain)
@@ -177,7 +177,7 @@ def test_quantized_features_and_foreign_devices_go_to_the_original() -> None:
             return torch.device("mps")
 
     elsewhere = features.detach().half().as_subclass(Elsewhere)
-    with pytest.warns(RuntimeWarning, match="device mps uses the framework's own RoIAlign"):
+    with pytest.warns(RuntimeWarning, match="device mps uses the framework's own operator"):
         # torchvision's kernel, for one, takes no boxes of another type than the features'.
         found = layer(elsewhere, keep_precision(boxes))
     expected = single()(features.detach().half(), boxes.half())

@@ -177,19 +177,18 @@ def test_the_hook_is_there_once_and_follows_copies() -> None:
     assert list(module._forward_pre_hooks.values()) == [keep_rois]
 
 
-def test_extractors_of_other_layers_keep_rounding_and_are_not_covered() -> None:
-    module = extractor(layer="RoIPool")
-    conversion = truncdet.convert(module)
-    assert conversion.precise == () and not module._forward_pre_hooks
-    assert [left.layer for left in conversion.not_covered] == ["mmcv.ops.roi_pool.RoIPool"] * 2
+def test_extractors_of_other_layers_keep_rounding() -> None:
+    for layer, covered in (("RoIPool", True), ("PrRoIPool", False)):
+        module = extractor(layer=layer)
+        conversion = truncdet.convert(module)
+        assert conversion.precise == () and not module._forward_pre_hooks
+        assert (len(conversion), len(conversion.not_covered)) == ((2, 0) if covered else (0, 2))
 
 
 def test_layers_that_it_cannot_cover_are_listed() -> None:
-    model = nn.Sequential(
-        mmcv.ops.ModulatedDeformConv2dPack(3, 3, 1), mmcv.ops.RoIAlignRotated(3, 1.0)
-    )
+    model = nn.Sequential(mmcv.ops.PrRoIPool(3, 1.0), mmcv.ops.RiRoIAlignRotated(3, 1.0))
     names = [left.layer.rsplit(".", 1)[1] for left in truncdet.convert(model).not_covered]
-    assert names == ["ModulatedDeformConv2dPack", "RoIAlignRotated"]
+    assert names == ["PrRoIPool", "RiRoIAlignRotated"]
 
 
 def test_every_extractor_of_a_detector_is_converted() -> None:

@@ -168,13 +168,15 @@ def test_layers_whose_class_changed_since_are_skipped_and_say_so() -> None:
         assert left.reason == "its class was changed after it was converted"
 
 
-def test_holes_are_listed() -> None:
+def test_what_truncate_leaves_is_listed() -> None:
     model = nn.Sequential(
         torchvision.ops.RoIPool(3, 1.0), torchvision.ops.DeformConv2d(3, 3, 1), nn.ReLU()
     )
-    conversion = truncdet.convert(model)
+    conversion = truncdet.convert(model, "truncate")
     assert [left.name for left in conversion.not_covered] == ["0", "1"]
+    assert {left.reason for left in conversion.not_covered} == {"'truncate' covers RoIAlign alone"}
     assert "not covered: 0 (torchvision.ops.roi_pool.RoIPool)" in str(conversion)
+    assert not conversion.changed and not truncdet.convert(model, "off").not_covered
 
 
 def test_the_same_class_serves_all_layers_of_a_kind() -> None:

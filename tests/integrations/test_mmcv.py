@@ -338,7 +338,7 @@ def test_a_failed_switch_goes_on_in_the_mode_before_it(monkeypatch: pytest.Monke
 
     with integration.patched():
         expected = run(WAYS["RoIAlign"])
-        monkeypatch.setattr(integration, "_apply", fail)
+        monkeypatch.setattr(integration, "apply_of", fail)
         with pytest.raises(KeyError):
             integration.patch("truncate")
         assert integration.mode() == "fixed_point"

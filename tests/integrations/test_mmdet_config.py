@@ -228,10 +228,26 @@ def test_errors_name_the_class_and_the_choices(name: str, wish: Any, error: Any,
 
 
 def test_a_layer_that_cannot_be_swapped_is_an_error_not_a_silence() -> None:
+    for name, mode in (("PrRoIPool", "fixed_point"), ("PrRoIPool", "truncate"), POOL):
+        pool = {"type": name, "output_size": 3}
+        said = f"roi_layer to be one that it can swap for '{mode}', got {name}"
+        with pytest.raises(truncdet.TruncdetError, match=said):
+            SingleRoIExtractor(**settings(roi_layer=pool, deterministic={"mode": mode}))
+        SingleRoIExtractor(**settings(roi_layer=pool, deterministic={"mode": "off"}))
+
+
+POOL = "RoIPool", "truncate"
+
+
+def test_other_layers_than_roi_align_can_be_swapped() -> None:
     pool = {"type": "RoIPool", "output_size": 3}
-    with pytest.raises(truncdet.TruncdetError, match=r"roi_layer to be a RoIAlign .* got RoIPool"):
-        SingleRoIExtractor(**settings(roi_layer=pool, deterministic={"mode": "fixed_point"}))
-    SingleRoIExtractor(**settings(roi_layer=pool, deterministic={"mode": "off"}))
+    made = SingleRoIExtractor(
+        **settings(roi_layer=pool, deterministic={"mode": "fixed_point"}, out_channels=3)
+    )
+    features = [torch.randn(1, 3, 16, 16) for _ in made.featmap_strides]
+    rois = torch.tensor([[0, 1.0, 1.0, 30.0, 20.0]])
+    expected = truncdet.roi_pool(features[0], rois, 3, 1 / made.featmap_strides[0], rounded=False)
+    assert_bitwise_equal(made(features, rois), expected)
 
 
 def shipped() -> dict[str, Path]:
@@ -258,7 +274,7 @@ def test_the_extractors_of_all_of_mmdets_model_families_take_it() -> None:
         for config in extractor_configs(Config.fromfile(path).to_dict()["model"]):
             ours = {**config, "deterministic": {"mode": "fixed_point"}}
             if config["roi_layer"]["type"] != "RoIAlign":
-                with pytest.raises(truncdet.TruncdetError, match="needs roi_layer to be a RoIAlig"):
+                with pytest.raises(truncdet.TruncdetError, match="needs roi_layer to be one that"):
                     MODELS.build(ours)
                 continue
             layers = {type(layer).__name__ for layer in MODELS.build(ours).roi_layers}

@@ -14,6 +14,7 @@ from typing import Any
 
 import _mmdet_needed  # noqa: F401
 import _mmdet_tiny as tiny
+import mmcv.ops
 import pytest
 import torch
 from mmdet.registry import MODELS
@@ -199,7 +200,7 @@ def test_the_table_names_the_layers_and_never_calls_them_uncovered() -> None:
 
 def test_the_table_names_what_it_could_not_swap() -> None:
     cfg = tiny.config("faster").model
-    cfg.roi_head.bbox_roi_extractor.roi_layer = {"type": "RoIPool", "output_size": 7}
+    cfg.roi_head.bbox_roi_extractor.roi_layer = {"type": "PrRoIPool", "output_size": 7}
     register_all_modules()
     runner = stub(MODELS.build(cfg))
     hook = mm.TruncdetHook()
@@ -209,12 +210,30 @@ def test_the_table_names_what_it_could_not_swap() -> None:
     uncovered = [line for line in lines if "not covered" in line]
     pools = [f"roi_head.bbox_roi_extractor.roi_layers.{i}" for i in range(4)]
     assert [line.split("  ")[0] for line in uncovered] == [
-        f"{name} (mmcv.ops.roi_pool.RoIPool)" for name in pools
+        f"{name} (mmcv.ops.prroi_pool.PrRoIPool)" for name in pools
     ]
     retina = stub(torch.nn.Linear(1, 1))
     hook.before_run(retina)
     hook.after_run(retina)
-    assert "the model has no RoI layer to swap" in retina.logger.lines[0]
+    assert "the model has no layer to swap" in retina.logger.lines[0]
+
+
+def test_the_table_says_what_computes_other_layers() -> None:
+    model = torch.nn.Module()
+    model.conv = mmcv.ops.ModulatedDeformConv2dPack(3, 3, 1)
+    model.pools = torch.nn.ModuleList([mmcv.ops.RoIPool(3), mmcv.ops.RoIPool(3)])
+    for mode, said in (
+        ("fixed_point", (("T1", "truncdet.deform_conv2d"), ("T1 T2 T3o T3c", "truncdet.roi_pool"))),
+        ("truncate", (("-", "not covered"),) * 3),
+    ):
+        hook, runner = mm.TruncdetHook(mode=mode), stub(model)
+        hook.before_run(runner)
+        hook.after_run(runner)
+        rows = [line for line in runner.logger.lines[0].splitlines() if "this model" in line]
+        assert len(rows) == len(said)
+        for row, (tier, by) in zip(rows, said, strict=True):
+            assert f"  {tier}  " in row and by in row
+            assert ("swapped in" in row) is (mode == "fixed_point")
 
 
 def test_the_table_names_open_patches_and_not_what_they_leave_open() -> None:

@@ -299,7 +299,7 @@ def test_threads_do_not_interleave(package: types.ModuleType) -> None:
 
     def work(mode: str) -> None:
         for _ in range(200):
-            with patch._lock:
+            with patch.lock:
                 patch.apply(mode)
                 if names(package) != (f"f {mode}", f"g {mode}"):
                     torn.append(names(package))
