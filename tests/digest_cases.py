@@ -8,8 +8,8 @@ import digest_cases_scatter
 import torch
 from digest_cases_deform import deform_cases
 from digest_cases_loss import loss_cases
-from digest_cases_rotated import rotated_cases
 from digest_cases_pool import pool_cases
+from digest_cases_rotated import rotated_cases
 from digest_cases_sampling import sampling_cases
 from exact_arithmetic import FLOATS
 from roi_cases import SHAPES, Case, hashed_words, values

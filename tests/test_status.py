@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable
 
 import pytest
-from truncdet.integrations import _aten_table, aten
+from truncdet.integrations import _aten_table, _detectron2_table, _mmcv_table, aten
 from truncdet.integrations import torchvision as tv
 from truncdet.integrations._aten_table import BY_NAME, OPERATORS
 
@@ -153,6 +153,7 @@ def test_an_absent_torchvision_has_no_rows(monkeypatch: pytest.MonkeyPatch) -> N
     assert "torchvision" not in {row.framework for row in truncdet.status().rows}
 
 
+TABLES = {"mmcv": _mmcv_table.TABLE, "detectron2": _detectron2_table.TABLE}
 COVERED = {
     "mmcv": {"RoIAlign, roi_align (avg and max)"},
     "mmdet": {"RoI extractors: box, mask and keypoint heads", "mask targets"},
@@ -170,9 +171,16 @@ def test_rows_of_the_other_frameworks_follow_their_patches(
     framework: str, mode: str, tier: str, pretend: Callable[..., None]
 ) -> None:
     pretend(*COVERED, **{framework: mode})
+    table = {row.part: row for row in TABLES.get(framework, ())}
     rows = [row for row in truncdet.status().rows if row.framework == framework]
-    assert {row.operator for row in rows if row.mode == mode} == COVERED[framework]
-    assert {row.tier for row in rows if row.mode == mode} == {tier}
+    covered = {row.operator: row for row in rows if row.mode == mode}
+    whole = mode == "fixed_point"
+    assert covered.keys() == COVERED[framework] | (table.keys() if whole else set())
+    assert {covered[name].tier for name in COVERED[framework]} == {tier}
+    for name, row in table.items():
+        (found,) = (row for row in rows if row.operator == name)
+        expected = (row.tier, f"patch: {row.by}") if whole else ("-", "not covered")
+        assert (found.tier, found.covered_by) == expected
     holes = [row for row in rows if row.mode == "off"]
     # mmdet has no kernels of its own.
     assert {row.covered_by for row in holes} == (set() if framework == "mmdet" else {"not covered"})

@@ -85,6 +85,7 @@ ROWS: tuple[OperatorRow, ...] = (
         _BY_IMAGE,
         memory="weights, 24 KiB a RoI and 8 bytes a cell at most; float64: W",
         also=("RoIAlignRotated",),
+        patches=("mmcv", "detectron2"),
     ),
     OperatorRow(
         "roi_pool",
@@ -94,6 +95,7 @@ ROWS: tuple[OperatorRow, ...] = (
         memory="lists, 8 KiB a RoI at most",
         also=("RoIPool",),
         kernels=("torchvision::_roi_pool_backward",),
+        patches=("torchvision", "mmcv"),
     ),
     OperatorRow(
         "ps_roi_align",
@@ -103,6 +105,7 @@ ROWS: tuple[OperatorRow, ...] = (
         memory="lists, 8 KiB a RoI at most",
         also=("PSRoIAlign",),
         kernels=("torchvision::_ps_roi_align_backward",),
+        patches=("torchvision",),
     ),
     OperatorRow(
         "ps_roi_pool",
@@ -112,6 +115,7 @@ ROWS: tuple[OperatorRow, ...] = (
         memory="lists, 8 KiB a RoI at most",
         also=("PSRoIPool",),
         kernels=("torchvision::_ps_roi_pool_backward",),
+        patches=("torchvision",),
     ),
     OperatorRow(
         "deform_conv2d",
@@ -121,6 +125,7 @@ ROWS: tuple[OperatorRow, ...] = (
         memory="columns of a chunk (2^26 elements, or one image's); W of the chunk",
         also=("DeformConv2d",),
         kernels=("torchvision::_deform_conv2d_backward",),
+        patches=("torchvision", "mmcv", "detectron2"),
     ),
     OperatorRow(
         "nll_loss",
@@ -156,6 +161,7 @@ ROWS: tuple[OperatorRow, ...] = (
         _NONE,
         error="none: boxes are chosen",
         memory="N^2 / 8 bytes",
+        patches=("mmcv",),
     ),
     OperatorRow(
         "batched_nms",
@@ -164,6 +170,7 @@ ROWS: tuple[OperatorRow, ...] = (
         _NONE,
         error="none: boxes are chosen",
         memory="N^2 / 8 bytes",
+        patches=("mmcv",),
     ),
     OperatorRow(
         "topk",
@@ -221,6 +228,7 @@ ROWS: tuple[OperatorRow, ...] = (
         _BY_IMAGE,
         _BY_IMAGE,
         error="F with amax = 2 A B",
+        patches=("mmcv",),
     ),
     OperatorRow(
         "scatter_add",
@@ -323,6 +331,7 @@ ROWS: tuple[OperatorRow, ...] = (
         _SUMMED,
         error=_MEAN,
         also=("DynamicScatter",),
+        patches=("mmcv",),
     ),
     OperatorRow(
         "scatter",

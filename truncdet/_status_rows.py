@@ -6,6 +6,7 @@ strict checker's table has beyond the patches'.
 
 from __future__ import annotations
 
+import importlib
 import re
 from dataclasses import dataclass
 
@@ -51,10 +52,8 @@ PARTS = {
     "mmcv": _Parts(
         ("RoIAlign, roi_align (avg and max)",),
         (
-            "RoIPool, RoIAlignRotated, PrRoIPool backward",
-            "DeformConv2d, ModulatedDeformConv2d backward",
-            "MultiScaleDeformableAttention backward",
-            "other operators with atomics, backward",
+            "PrRoIPool, RiRoIAlignRotated, DeformRoIPool: backward",
+            "other operators with atomics: backward",
         ),
     ),
     "mmdet": _Parts(
@@ -63,7 +62,7 @@ PARTS = {
     ),
     "detectron2": _Parts(
         ("ROIAlign, roi_align", "ROIPooler: box, mask and keypoint heads", "mask targets"),
-        ("ROIAlignRotated backward", "DeformConv, ModulatedDeformConv backward"),
+        ("nms_rotated: order of equal scores",),
     ),
     "nvdiffrast": _Parts((), ("rasterize, interpolate, texture, antialias backward",)),
 }
@@ -131,15 +130,35 @@ def _torchvision_rows(mode: str) -> list[Row]:
     return rows
 
 
+# Modules with a table of operators that a patch covers in mode 'fixed_point' alone.
+_TABLES = {name: f"truncdet.integrations._{name}_table" for name in ("mmcv", "detectron2")}
+
+
+def _substituted_rows(framework: str, mode: str, otherwise: str) -> list[Row]:
+    """A framework's operators beside RoIAlign; `otherwise` says what holds where nothing does."""
+    if framework not in _TABLES:
+        return []
+    table = importlib.import_module(_TABLES[framework]).TABLE
+    if mode == "fixed_point":
+        return [
+            Row(row.part, framework, row.tier, f"patch: {row.by}", mode)
+            for row in table
+            if not row.lacking
+        ]
+    return [Row(row.part, framework, "-", otherwise, "off") for row in table]
+
+
 def framework_rows(framework: str, error: str | None) -> list[Row]:
     """The operators of an installed framework; `error` if it could not be imported."""
     parts, mode = PARTS[framework], mode_of(framework)
-    tier, by = TIERS.get(mode, ("-", NOT_COVERED if error is None else f"{NOT_COVERED}: {error}"))
+    otherwise = NOT_COVERED if error is None else f"{NOT_COVERED}: {error}"
+    tier, by = TIERS.get(mode, ("-", otherwise))
     if framework == "mmdet" and (mode, error) == ("off", None) and mode_of("mmcv") != "off":
         mode = mode_of("mmcv")
         tier, by = TIERS[mode][0], "patch: mmcv; boxes rounded under autocast"
     return (
         [Row(name, framework, tier, by, mode) for name in parts.patched]
+        + _substituted_rows(framework, mode, otherwise)
         + [Row(name, framework, "-", NOT_COVERED, "off") for name in parts.holes]
         + (_torchvision_rows(mode) if framework == "torchvision" else [])
     )
