@@ -30,7 +30,7 @@ def build(config: str, size: str, mode: str) -> nn.Module:
     cfg.MODEL.RESNETS.NORM = "BN"
     cfg.MODEL.BACKBONE.FREEZE_AT = 0
     if size == "tiny":
-        _shrink(cfg)
+        shrink(cfg)
     torch.manual_seed(SEED)
     made: nn.Module = build_model(cfg).train()
     return made
@@ -70,12 +70,15 @@ def scope(mode: str) -> Iterator[None]:
         yield
 
 
-def _shrink(cfg: Any) -> None:
+def shrink(cfg: Any) -> None:
     """A model that takes a second a step on one core."""
     cfg.MODEL.RESNETS.DEPTH = 18
     cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 64
     cfg.MODEL.RPN.PRE_NMS_TOPK_TRAIN = 100
     cfg.MODEL.RPN.POST_NMS_TOPK_TRAIN = 50
+    cfg.MODEL.RPN.PRE_NMS_TOPK_TEST = 100
+    cfg.MODEL.RPN.POST_NMS_TOPK_TEST = 50
+    cfg.TEST.DETECTIONS_PER_IMAGE = 20
     cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 32
     cfg.MODEL.ROI_HEADS.NUM_CLASSES = SIZES["tiny"].classes
     cfg.MODEL.ROI_BOX_HEAD.FC_DIM = 64

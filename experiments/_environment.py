@@ -24,6 +24,7 @@ SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
 COMMIT_VARIABLE = "TRUNCDET_COMMIT"
+_FOLDERS = ("--out", "--work")  # options with a value
 _FLAT_LIST = re.compile(r"\[\n([^\[\]{}]*)\n *\]")
 
 
@@ -64,12 +65,13 @@ def describe(experiment: str, arguments: Sequence[str], device: torch.device) ->
 
 
 def command_line(experiment: str, arguments: Sequence[str]) -> str:
-    """What to type to get the same figures; --out is left out, for it changes none of them."""
+    """What to type to get the same figures; what changes none of them is left out."""
     kept, skip = [], False
     for argument in arguments:
-        if not skip and argument != "--out" and not argument.startswith("--out="):
+        name, given, _ = argument.partition("=")
+        if not skip and name not in (*_FOLDERS, "--resume"):
             kept.append(argument)
-        skip = argument == "--out"
+        skip = not skip and name in _FOLDERS and not given
     return shlex.join(["python", f"experiments/{experiment}.py", *kept])
 
 
@@ -90,10 +92,13 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def write_result(folder: Path, result: dict[str, Any]) -> Path:
-    """Writes `<experiment>_<device>.json`, all or nothing, and returns its path."""
+def write_result(folder: Path, result: dict[str, Any], name: str | None = None) -> Path:
+    """Writes `<name>.json`, all or nothing, and returns its path.
+
+    The name, if none is given, is that of the experiment with the device.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{result['experiment']}_{slug(result['device'])}.json"
+    path = folder / f"{name or '_'.join((result['experiment'], slug(result['device'])))}.json"
     # JSON has no NaN: a loss that is not finite must have been turned into null before.
     text = json.dumps(result, indent=1, allow_nan=False)
     # Lists of numbers on one line. A line break in JSON is never inside a string.

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.detection import MaskRCNN, maskrcnn_resnet50_fpn
+from torchvision.models.detection import (
+    FasterRCNN,
+    MaskRCNN,
+    fasterrcnn_resnet50_fpn,
+    maskrcnn_resnet50_fpn,
+)
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
 SEED = 0
@@ -28,28 +33,31 @@ SIZES = {"full": Size(4, 800, 1088, 8, 91), "tiny": Size(2, 64, 96, 2, 5)}
 
 
 def make_model(size: str) -> nn.Module:
-    """Randomly initialised Mask R-CNN, on the CPU, equal in every call.
+    """Randomly initialised Mask R-CNN, on the CPU, equal in every call."""
+    torch.manual_seed(SEED)
+    shape = SIZES[size]
+    return detector(size, shape.classes, True, min_size=shape.height, max_size=shape.width).train()
+
+
+def detector(size: str, classes: int, masks: bool, **common: Any) -> nn.Module:
+    """torchvision's Faster or Mask R-CNN from scratch; `classes` counts the background.
 
     full: ResNet-50 with FPN; tiny: ResNet-18 with FPN and few proposals. Without weights
     torchvision uses batch normalisation that learns, in which random features stay bounded.
     """
-    torch.manual_seed(SEED)
-    shape = SIZES[size]
-    common: dict[str, Any] = {"min_size": shape.height, "max_size": shape.width}
     if size == "full":
-        model = maskrcnn_resnet50_fpn(
-            weights=None, weights_backbone=None, num_classes=shape.classes, **common
-        )
-    else:
-        backbone = resnet_fpn_backbone(
-            backbone_name="resnet18",
-            weights=None,
-            norm_layer=nn.BatchNorm2d,
-            trainable_layers=5,
-        )
-        few = {"rpn_post_nms_top_n_train": 32, "box_batch_size_per_image": 16}
-        model = MaskRCNN(backbone, shape.classes, **common, **few)
-    made: nn.Module = model.train()
+        make = maskrcnn_resnet50_fpn if masks else fasterrcnn_resnet50_fpn
+        made: nn.Module = make(weights=None, weights_backbone=None, num_classes=classes, **common)
+        return made
+    backbone = resnet_fpn_backbone(
+        backbone_name="resnet18",
+        weights=None,
+        norm_layer=nn.BatchNorm2d,
+        trainable_layers=5,
+    )
+    few = {"rpn_post_nms_top_n_train": 32, "box_batch_size_per_image": 16}
+    few |= {"rpn_post_nms_top_n_test": 100, "box_detections_per_img": 20}
+    made = (MaskRCNN if masks else FasterRCNN)(backbone, classes, **common, **few)
     return made
 
 

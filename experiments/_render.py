@@ -5,31 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from _coco_render import coco_evaluate, coco_map, coco_resume
+from _markdown import error, mib, number, table, yes
 from _render_flips import flip_rate, literal_cast
 from _render_record import record_cost
 from _render_stories import batch_norm, story
-from _render_table import table
 
 from truncdet._operators import ROWS, OperatorRow
 
 Result = dict[str, Any]
-MIB = 1 << 20
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _error(value: float) -> str:
-    return f"{value:.1e}"
-
-
-def _mib(value: float | None) -> str:
-    return _number(None if value is None else value / MIB, 1)
-
-
-def _yes(value: bool | None) -> str:
-    return {True: "yes", False: "no", None: "-"}[value]
 
 
 def overhead_times(result: Result) -> str:
@@ -40,7 +24,7 @@ def overhead_times(result: Result) -> str:
         cells = [row["name"], row["layout"]]
         for part in ("forward", "backward"):
             times = (row[side][f"{part}_ms"] for side in ("native", "truncdet"))
-            cells += [*(_number(time, 3) for time in times), _number(row[f"{part}_ratio"], 2)]
+            cells += [*(number(time, 3) for time in times), number(row[f"{part}_ratio"], 2)]
         rows.append([*cells, limit])
     header = ("case, float32", "layout", "forward, torchvision, ms", "truncdet, ms", "ratio")
     return table((*header, "backward, torchvision, ms", "truncdet, ms", "ratio", "limit"), rows)
@@ -51,13 +35,13 @@ def overhead_details(result: Result) -> str:
     rows = []
     for row in result["rows"]:
         sides = (row["native"], row["truncdet"])
-        cells = [row["name"], row["layout"], _mib(row["output_bytes"])]
-        cells += [_mib(side["backward_peak_bytes"]) for side in sides]
+        cells = [row["name"], row["layout"], mib(row["output_bytes"])]
+        cells += [mib(side["backward_peak_bytes"]) for side in sides]
         for part, norm in (("backward", "max"), ("backward", "l2"), ("forward", "max")):
             found = (row["errors"] or {}).get(part)
             pair = (found[side][norm] for side in ("native", "truncdet")) if found else ()
-            cells.append(" / ".join(map(_error, pair)) or "-")
-        cells.append(" / ".join(_yes(side["bits_equal"]) for side in sides))
+            cells.append(" / ".join(map(error, pair)) or "-")
+        cells.append(" / ".join(yes(side["bits_equal"]) for side in sides))
         rows.append(cells)
     header = ("case, float32", "layout", "gradient, MiB", "peak, torchvision, MiB", "truncdet, MiB")
     errors = ("backward error, max", "backward error, l2", "forward error, max")
@@ -69,10 +53,10 @@ def scatter_times(result: Result) -> str:
     rows = []
     for row in result["scatter"]:
         sides = ("native", "deterministic", "truncdet")
-        bits = " / ".join(_yes(row[f"{side}_bits_equal"]) for side in sides)
+        bits = " / ".join(yes(row[f"{side}_bits_equal"]) for side in sides)
         shape = f"{row['rows']} x {row['width']} into {row['cells']}, {row['indices']}"
-        times = [_number(row[f"{side}_ms"], 3) for side in sides]
-        rows.append([row["operator"], shape, *times, _number(row["ratio"], 2), bits])
+        times = [number(row[f"{side}_ms"], 3) for side in sides]
+        rows.append([row["operator"], shape, *times, number(row["ratio"], 2), bits])
     header = ("operator", "rows", "atomics, ms", "deterministic switch, ms", "truncdet, ms")
     return table((*header, "truncdet / atomics", "bits repeat"), rows)
 
@@ -82,12 +66,12 @@ def resample_times(result: Result) -> str:
     rows = []
     for row in result.get("resample", []):
         sides = ("native", "deterministic", "truncdet")
-        bits = " / ".join(_yes(row[f"{side}_bits_equal"]) for side in sides)
-        times = [_number(row[f"{side}_ms"], 3) for side in sides]
+        bits = " / ".join(yes(row[f"{side}_bits_equal"]) for side in sides)
+        times = [number(row[f"{side}_ms"], 3) for side in sides]
         peaks = (row[f"{side}_peak_bytes"] for side in ("native", "truncdet"))
         errors = (row["errors"][side]["max"] for side in ("native", "truncdet"))
-        cells = [row["operator"], row["shape"], *times, _number(row["ratio"], 2)]
-        rows.append([*cells, " / ".join(map(_mib, peaks)), " / ".join(map(_error, errors)), bits])
+        cells = [row["operator"], row["shape"], *times, number(row["ratio"], 2)]
+        rows.append([*cells, " / ".join(map(mib, peaks)), " / ".join(map(error, errors)), bits])
     header = ("backward, float32", "input to output", "atomics, ms", "deterministic switch, ms")
     tail = ("peak, MiB", "error, max", "bits repeat")
     return table((*header, "truncdet, ms", "truncdet / atomics", *tail), rows)
@@ -98,15 +82,15 @@ def sampling_times(result: Result) -> str:
     rows = []
     for row in result.get("sampling", []):
         native, ours = row["native"][row["native_name"]], row["truncdet"]
-        times = [_number(side["backward_ms"], 3) for side in (native, ours)]
+        times = [number(side["backward_ms"], 3) for side in (native, ours)]
         others = (
-            f"{name} {_number(side['backward_ms'], 1)}"
+            f"{name} {number(side['backward_ms'], 1)}"
             for name, side in row["native"].items()
             if name != row["native_name"]
         )
-        bits = " / ".join(_yes(side["bits_equal"]) for side in (native, ours))
-        peaks = [_mib(side["backward_peak_bytes"]) for side in (native, ours)]
-        ratio, limit = _number(row["ratio"], 2), f"{row['limit']:.2f}"
+        bits = " / ".join(yes(side["bits_equal"]) for side in (native, ours))
+        peaks = [mib(side["backward_peak_bytes"]) for side in (native, ours)]
+        ratio, limit = number(row["ratio"], 2), f"{row['limit']:.2f}"
         cells = [row["name"], row["native_name"], *times, ratio, limit]
         rows.append([*cells, ", ".join(others) or "-", *peaks, bits])
     header = ("backward, float32", "native", "native, ms", "truncdet, ms", "ratio", "limit")
@@ -119,7 +103,7 @@ def ways_times(result: Result) -> str:
     rows = []
     for row in result.get("ways", []):
         native, *others = (row["ms"][way] for way in ("native", "truncdet", "trick", "switch"))
-        cells = [row["name"], _number(native, 3)]
+        cells = [row["name"], number(native, 3)]
         for ms in others:
             cells.append("-" if ms is None else f"{ms:.3f} ({ms / native:.2f})")
         if row["why"].get("switch"):
@@ -133,8 +117,8 @@ def already_times(result: Result) -> str:
     """Operators of PyTorch that may repeat as they are, and what they take."""
     rows = []
     for row in result.get("already", []):
-        times = [_number(row[f"{side}_ms"], 3) for side in ("native", "truncdet")]
-        bits = " / ".join(_yes(row[f"{side}_bits_equal"]) for side in ("native", "truncdet"))
+        times = [number(row[f"{side}_ms"], 3) for side in ("native", "truncdet")]
+        bits = " / ".join(yes(row[f"{side}_bits_equal"]) for side in ("native", "truncdet"))
         rows.append([row["operator"], row["case"], *times, bits])
     header = ("operator", "case, float32", "PyTorch, ms", "truncdet, ms", "bits repeat")
     return table(header, rows)
@@ -164,7 +148,7 @@ def _promises(row: OperatorRow) -> list[str]:
 
 def _repeated(row: OperatorRow, found: Sequence[dict[str, Any]]) -> str:
     cases = [case for case in found if case["operator"] == row.name and case["native_bits_equal"]]
-    return "; ".join(f"{case['case']}: {_number(case['native_ms'], 3)} ms" for case in cases) or "-"
+    return "; ".join(f"{case['case']}: {number(case['native_ms'], 3)} ms" for case in cases) or "-"
 
 
 def deform_times(result: Result) -> str:
@@ -174,10 +158,10 @@ def deform_times(result: Result) -> str:
         sides = (row["torchvision"], row["truncdet"])
         cells = [row["name"]]
         for part in ("forward", "backward"):
-            times = (_number(side[f"{part}_ms"], 3) for side in sides)
-            cells += [*times, _number(row[f"{part}_ratio"], 2)]
-        peaks = [_mib(side["backward_peak_bytes"]) for side in sides]
-        bits = " / ".join(_yes(side["bits_equal"]) for side in sides)
+            times = (number(side[f"{part}_ms"], 3) for side in sides)
+            cells += [*times, number(row[f"{part}_ratio"], 2)]
+        peaks = [mib(side["backward_peak_bytes"]) for side in sides]
+        bits = " / ".join(yes(side["bits_equal"]) for side in sides)
         rows.append([*cells, f"{row['limit']:.2f}", *peaks, bits])
     header = ("3x3, float32", "forward, torchvision, ms", "truncdet, ms", "ratio")
     backward = ("backward, torchvision, ms", "truncdet, ms", "ratio", "limit")
@@ -193,12 +177,12 @@ def rotated_times(result: Result) -> str:
         sides = (row["native"], row["truncdet"])
         cells = [row["name"]]
         for part, ratio in (("forward_ms", "forward_ratio"), ("backward_ms", "ratio")):
-            cells += [_number(side[part] if side else None, 3) for side in sides]
-            cells.append(_number(row[ratio], 2))
-        peaks = [_mib(side["backward_peak_bytes"] if side else None) for side in sides]
+            cells += [number(side[part] if side else None, 3) for side in sides]
+            cells.append(number(row[ratio], 2))
+        peaks = [mib(side["backward_peak_bytes"] if side else None) for side in sides]
         errors = (row["errors"].get(name) for name in ("native", "truncdet"))
-        found = " / ".join(_error(e["backward"]["max"]) if e else "-" for e in errors)
-        bits = " / ".join(_yes(side["bits_equal"] if side else None) for side in sides)
+        found = " / ".join(error(e["backward"]["max"]) if e else "-" for e in errors)
+        bits = " / ".join(yes(side["bits_equal"] if side else None) for side in sides)
         rows.append([*cells, f"{row['limit']:.2f}", *peaks, found, bits])
     header = ("case, float32", "forward, mmcv, ms", "truncdet, ms", "ratio", "backward, mmcv, ms")
     tail = ("peak, mmcv, MiB", "truncdet, MiB", "backward error, max", "bits repeat")
@@ -210,15 +194,15 @@ def loss_times(result: Result) -> str:
     rows = []
     for row in result.get("loss", []):
         native, ours = row["native"][row["native_name"]], row["truncdet"]
-        times = [_number(side["ms"], 3) for side in (native, ours)]
+        times = [number(side["ms"], 3) for side in (native, ours)]
         others = (
-            f"{name} {_number(side['ms'], 3)}"
+            f"{name} {number(side['ms'], 3)}"
             for name, side in row["native"].items()
             if name != row["native_name"]
         )
-        bits = " / ".join(_yes(side["bits_equal"]) for side in (native, ours))
-        peaks = [_mib(side["peak_bytes"]) for side in (native, ours)]
-        cells = [row["name"], row["native_name"], *times, _number(row["ratio"], 2)]
+        bits = " / ".join(yes(side["bits_equal"]) for side in (native, ours))
+        peaks = [mib(side["peak_bytes"]) for side in (native, ours)]
+        cells = [row["name"], row["native_name"], *times, number(row["ratio"], 2)]
         rows.append([*cells, ", ".join(others) or "-", *peaks, bits])
     header = ("operator, float32", "native", "native, ms", "truncdet, ms", "ratio", "others, ms")
     return table((*header, "peak, native, MiB", "truncdet, MiB", "bits repeat"), rows)
@@ -238,9 +222,9 @@ def _trainings(what: str, result: Result) -> str:
     rows = []
     for name, found in result["comparisons"].items():
         cells = [name, str(result["steps"][name])]
-        for key, show in (("ms_per_step", lambda x: _number(x, 1)), ("peak_bytes", _mib)):
+        for key, show in (("ms_per_step", lambda x: number(x, 1)), ("peak_bytes", mib)):
             cells += [show(found[key][mode]) for mode in ("off", "fixed_point")]
-            cells.append(_number(found[f"{key}_ratio"], 3))
+            cells.append(number(found[f"{key}_ratio"], 3))
         for mode in ("off", "fixed_point"):
             cells.append(_difference(found["repeats"][mode]))
         rows.append(cells)
@@ -267,6 +251,14 @@ CLAIMS = {
     "batch_norm": "The convolution's backward moves bits, batch normalisation does not",
     "digits": "Ten trainings of a small network from one seed end in one set of weights",
     "message_passing": "Ten trainings of a graph network from one seed end in one accuracy",
+    "coco_map": "COCO's AP of equal trainings repeats to the last bit",
+    "coco_evaluate": "Evaluation alone of fixed weights repeats to the last bit, with tied scores",
+    "coco_resume": "A run stopped at half and resumed ends with the weights of one not stopped",
+}
+# What to type, where it is not a program of the experiment's name.
+COMMANDS = {
+    "coco_evaluate": "python experiments/coco_map.py --only-evaluate",
+    "coco_resume": "python experiments/coco_map.py --stop-and-resume",
 }
 NOT_MEASURED = "not measured yet"
 # Those of which a caption names the version, where they took part.
@@ -279,7 +271,7 @@ def claims(results: dict[str, Result]) -> str:
     for experiment, claim in CLAIMS.items():
         found = {n: r for n, r in results.items() if r["experiment"] == experiment}
         if not found:
-            command = f"`python experiments/{experiment}.py`"
+            command = f"`{_command(experiment)}`"
             rows.append([claim, command, NOT_MEASURED, "-", "-", NOT_MEASURED])
         for name, result in found.items():
             missed = [check["name"] for check in result["checks"] if check["passed"] is not True]
@@ -290,6 +282,10 @@ def claims(results: dict[str, Result]) -> str:
             command = f"`{result['command']}`"
             rows.append([claim, command, result["device"], _commit(result), link, outcome])
     return table(("claim", "command", "hardware", "commit", "result file", "outcome"), rows)
+
+
+def _command(experiment: str) -> str:
+    return COMMANDS.get(experiment, f"python experiments/{experiment}.py")
 
 
 def _commit(result: Result) -> str:
@@ -316,6 +312,9 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "digits": ("digits", story),
     "message_passing": ("message_passing", story),
     "record_cost": ("record_cost", record_cost),
+    "coco_map": ("coco_map", coco_map),
+    "coco_evaluate": ("coco_evaluate", coco_evaluate),
+    "coco_resume": ("coco_resume", coco_resume),
 }
 
 # Those that are made of all results, or can do without.
@@ -339,7 +338,7 @@ def region(name: str, results: dict[str, Result]) -> str:
     experiment, render = TABLES[name]
     found = [result for result in results.values() if result["experiment"] == experiment]
     if not found:
-        return f"*{NOT_MEASURED.capitalize()}: `python experiments/{experiment}.py` measures it.*"
+        return f"*{NOT_MEASURED.capitalize()}: `{_command(experiment)}` measures it.*"
     return "\n\n".join(f"{_caption(result)}\n\n{render(result)}" for result in found)
 
 

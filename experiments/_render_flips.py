@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from _flip_count import expected_flips
-from _render_table import table
+from _markdown import table
 
 Result = dict[str, Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from _render_table import table
+from _markdown import table
 
 Result = dict[str, Any]
 

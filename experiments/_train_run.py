@@ -93,7 +93,7 @@ def train_copy(
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / RISE)
-            kept.append(_one_step(model, losses_of, DTYPES[precision], optimizer, scaler))
+            kept.append(one_step(model, losses_of, DTYPES[precision], optimizer, scaler))
             clock.mark()
     times = clock.milliseconds()
     losses = torch.stack(kept).cpu()
@@ -111,20 +111,27 @@ def train_copy(
     }
 
 
-def _one_step(
+def one_step(
     model: nn.Module,
     losses_of: Callable[[nn.Module], Mapping[str, Tensor]],
     dtype: torch.dtype | None,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
+    longest: float | None = None,
 ) -> Tensor:
-    """Returns the losses in the order of their names, still on the device."""
+    """Returns the losses in the order of their names, still on the device.
+
+    A gradient longer than `longest` is cut to that length.
+    """
     kind = next(model.parameters()).device.type
     with torch.autocast(kind, dtype=dtype) if dtype else contextlib.nullcontext():
         parts = losses_of(model)
         total = torch.stack([parts[name].float() for name in sorted(parts)])
     optimizer.zero_grad(set_to_none=True)
     scaler.scale(total.sum()).backward()
+    if longest is not None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), longest)
     scaler.step(optimizer)
     scaler.update()
     return total.detach()

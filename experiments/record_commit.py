@@ -26,7 +26,8 @@ def record(path: Path, commit: str) -> None:
     result = json.loads(path.read_text())
     if result["commit"] is not None:
         raise ValueError(f"record_commit: {path.name} already names commit {result['commit']}")
-    write_result(path.parent, {**result, "commit": commit, "commit_recorded": "after the run"})
+    recorded = {**result, "commit": commit, "commit_recorded": "after the run"}
+    write_result(path.parent, recorded, path.stem)
 
 
 def main() -> None:

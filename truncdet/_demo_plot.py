@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
@@ -15,8 +17,8 @@ from truncdet._demo_record import RunRecord
 from truncdet._demo_report import PROGRAM
 
 # Vermilion, blue and green of Okabe and Ito's palette, which colour-blind readers can tell apart.
-_COLOURS = {"off": "#d55e00", "fixed_point": "#0072b2", "truncate": "#009e73"}
-_LABELS = {"off": "off (plain RoIAlign)"}
+COLOURS = {"off": "#d55e00", "fixed_point": "#0072b2", "truncate": "#009e73"}
+LABELS = {"off": "off (plain RoIAlign)"}
 
 
 def gaps(a: RunRecord, b: RunRecord) -> list[float]:
@@ -36,12 +38,27 @@ def save_picture(path: Path, runs: list[RunRecord], subtitle: str) -> bool:
     # Without pyplot: no global state, no window, no display needed.
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    draw_gaps(axes, lines)
+    axes.set_title("How far two equal training runs part", loc="left", fontsize=12, pad=22)
+    axes.annotate(
+        subtitle, (0, 1), (0, 8), "axes fraction", "offset points", fontsize=8, color="#555555"
+    )
+    # Above the plot, where no line can run behind it.
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1.01), ncols=1, frameon=False, fontsize=9)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", metadata={"Software": PROGRAM})
+    write_bytes(path, content.getvalue())
+    return True
+
+
+def draw_gaps(axes: Axes, lines: Mapping[str, Sequence[float]]) -> None:
+    """Draws |loss A - loss B| by step, one line for each mode, with zero on the same axis."""
     low, high = _decades([value for values in lines.values() for value in values])
     for mode, values in lines.items():
-        label = _LABELS.get(mode, mode)
+        label = LABELS.get(mode, mode)
         if not any(values):
             label += ": zero at every step"
-        axes.plot(values, color=_COLOURS[mode], linewidth=1.6, label=label, clip_on=False, zorder=3)
+        axes.plot(values, color=COLOURS[mode], linewidth=1.6, label=label, clip_on=False, zorder=3)
     # Linear below the smallest decade: the only way to have zero on a logarithmic axis.
     axes.set_yscale("symlog", linthresh=10.0**low, linscale=0.6)
     axes.set_ylim(0.0, 10.0**high)
@@ -55,16 +72,6 @@ def save_picture(path: Path, runs: list[RunRecord], subtitle: str) -> bool:
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.set_title("How far two equal training runs part", loc="left", fontsize=12, pad=22)
-    axes.annotate(
-        subtitle, (0, 1), (0, 8), "axes fraction", "offset points", fontsize=8, color="#555555"
-    )
-    # Above the plot, where no line can run behind it.
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1.01), ncols=1, frameon=False, fontsize=9)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", metadata={"Software": PROGRAM})
-    write_bytes(path, content.getvalue())
-    return True
 
 
 def _decades(values: list[float]) -> tuple[int, int]:
