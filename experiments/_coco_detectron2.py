@@ -22,6 +22,7 @@ from detectron2.data import transforms as T
 from detectron2.data.datasets import register_coco_instances
 from detectron2.engine import DefaultTrainer, HookBase, hooks
 from detectron2.evaluation import COCOEvaluator
+from torch import nn
 from truncdet.integrations.detectron2 import patched
 
 CONFIG = {
@@ -81,6 +82,14 @@ def train(spec: Spec, recorder: Recorder, folder: Path) -> Trained:
         def build_train_loader(cls, cfg: Any) -> Iterator[list[Any]]:
             return _batches(cfg, spec)
 
+        @classmethod
+        def build_optimizer(cls, cfg: Any, model: nn.Module) -> Any:
+            # The config knows limits for each parameter alone; here, as in the other frameworks,
+            # the gradient is cut as a whole.
+            optimizer = super().build_optimizer(cfg, model)
+            optimizer.register_step_pre_hook(lambda *_: cut(model))
+            return optimizer
+
         def build_hooks(self) -> list[Any]:
             return [hooks.LRScheduler(), _Record(recorder)]
 
@@ -111,6 +120,11 @@ def detect(trained: Trained, folder: Path) -> tuple[dict[str, list[Detection]], 
     return dict.fromkeys(spec.iou_types, found), own
 
 
+def cut(model: nn.Module) -> None:
+    """Shortens the gradient of all parameters together to at most LONGEST_GRADIENT."""
+    nn.utils.clip_grad_norm_(model.parameters(), LONGEST_GRADIENT)
+
+
 def config(spec: Spec, folder: Path) -> Any:
     """The shipped config with what RECIPE says."""
     cfg = get_cfg()
@@ -134,8 +148,6 @@ def config(spec: Spec, folder: Path) -> Any:
     # Two steps have no room for a drop, and detectron2 refuses one beyond the end.
     solver.STEPS = (spec.drop_at,) if spec.drop_at < spec.steps else ()
     solver.WARMUP_ITERS = spec.warm_up
-    solver.CLIP_GRADIENTS.ENABLED, solver.CLIP_GRADIENTS.CLIP_TYPE = True, "norm"
-    solver.CLIP_GRADIENTS.CLIP_VALUE = LONGEST_GRADIENT  # of each parameter by itself
     cfg.OUTPUT_DIR = str(folder / FOLDER)
     (folder / FOLDER).mkdir(exist_ok=True)
     return cfg

@@ -22,7 +22,7 @@ def ordered_words(x: Tensor) -> Tensor:
     words = x.contiguous().view(fmt.word)
     size = words & ~fmt.sign
     keys = torch.where(words < 0, -size, size)
-    return keys.masked_fill(size > fmt.infinity, fmt.infinity + 1)
+    return keys.masked_fill_(size > fmt.infinity, fmt.infinity + 1)
 
 
 def stable_order(scores: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def _topk(input: Tensor, k: int, dim: int, largest: bool) -> tuple[Tensor, Tenso
         if largest:
             places = _INDICES - places
         places = places.reshape([-1 if d == dim % input.dim() else 1 for d in range(input.dim())])
-        composite = (keys.to(torch.int64) << _INDEX_BITS) | places
+        composite = (keys.to(torch.int64) << _INDEX_BITS).bitwise_or_(places)
         found = torch.topk(composite, k, dim, largest, sorted=True).values & _INDICES
         indices = _INDICES - found if largest else found
     else:

@@ -102,6 +102,19 @@ def test_truncate_is_another_arithmetic(train: Train, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
+def test_long_gradients_are_cut_as_a_whole(
+    train: Train, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = importlib.import_module(f"_coco_{name}")
+    before = train(name, "faster_rcnn")
+    monkeypatch.setattr(ours, "LONGEST_GRADIENT", 1e-12)
+    after = train(name, "faster_rcnn")
+    # The first step sees the same weights; the next one weights that hardly moved.
+    assert after["loss_digests"][0] == before["loss_digests"][0]
+    assert after["weights_digest"] != before["weights_digest"]
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_what_is_remembered_is_what_would_be_prepared_anew(
     train: Train, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
