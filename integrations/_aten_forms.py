@@ -67,26 +67,27 @@ def changing(compute: Compute, applies: Applies) -> Callable[..., Any]:
     return kernel
 
 
-def into(name: str) -> Form:
-    """The form that writes to the keyword argument `name`, of any shape."""
+def into(*names: str) -> Form:
+    """The form that writes to the keyword arguments `names`, one a result and of any shape."""
 
     def form(compute: Compute, applies: Applies) -> Callable[..., Any]:
         def kernel(original: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
             inputs = dict(kwargs)
-            out = inputs.pop(name)
+            outs = [inputs.pop(name) for name in names]
             first, *others = args
             result = None
-            # The first argument may be `out` itself: that is the in-place form.
-            if (
-                applies(*args, **inputs)
-                and fits(out, first)
-                and writable(out, (*others, *inputs.values()))
+            # The first argument may be one of `outs` itself: that is the in-place form.
+            if applies(*args, **inputs) and all(
+                fits(out, first) and writable(out, (*others, *inputs.values())) for out in outs
             ):
                 result = compute(*args, **inputs)
             if result is None:
                 return original.call_boxed(keys, *args, **kwargs)
             # As PyTorch's own kernels: to the right shape, with a warning unless `out` was empty.
-            return torch.ops.aten.clone.out(result, out=out)
+            results = result if isinstance(result, tuple) else (result,)
+            for x, out in zip(results, outs, strict=True):
+                torch.ops.aten.clone.out(x, out=out)
+            return outs[0] if len(outs) == 1 else tuple(outs)
 
         return kernel
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from truncdet.integrations import _aten_embedding as tables
 from truncdet.integrations import _aten_index_put as places
+from truncdet.integrations import _aten_losses as losses
 from truncdet.integrations import _aten_resample as resample
 from truncdet.integrations import _aten_sampling as sampling
 from truncdet.integrations import _aten_scatter as scatter
@@ -221,11 +222,23 @@ _STATISTICS: Mapping[str, Operator] = {
     ),
 }
 
-# Losses and topk: their rows go here, and functions in aten's arguments to a file of their own.
-#   aten::nll_loss2d_forward   applies where reduction is not 0; two results, and a form into two
-#   aten::_ctc_loss_backward   overloads "" and ".Tensor", whose lengths are tensors
-#   aten::topk                 two results, one of them int64, and a form into two (".values")
-_LOSSES: Mapping[str, Operator] = {}
+_LOSSES: Mapping[str, Operator] = {
+    "aten::nll_loss2d_forward": Operator(
+        {"": functional, ".output": into("output", "total_weight")},
+        losses.nll_loss,
+        "nll_loss, cross_entropy of maps with a reduction: forward",
+        _SUMMED,
+        "truncdet.nll_loss",
+        losses.reduces,
+    ),
+    "aten::_ctc_loss_backward": Operator(
+        {"": functional, ".Tensor": functional},
+        losses.ctc_loss,
+        "ctc_loss: backward",
+        _SUMMED_BY_IMAGE,
+        "truncdet.ctc_loss",
+    ),
+}
 
 OPERATORS: Mapping[str, Operator] = {
     **_RESAMPLING,

@@ -1,4 +1,4 @@
-"""PyTorch's own operators: gradients of resampling and embeddings, sums by index, histograms.
+"""PyTorch's own operators: gradients of resampling and embeddings, sums by index, losses.
 
 The dispatcher's CPU and CUDA kernels are overridden, so functions, methods, in-place forms, other
 libraries, TorchScript and references taken before the patch all reach ours, and so do gradients
@@ -9,7 +9,8 @@ fake tensors. What counts is the patch at the time a kernel runs, for a gradient
 
 Calls that truncdet has no definition for (integers, complex numbers, products and extrema, wrong
 arguments) run the original kernel, and so do those that add nothing, such as an index_put by one
-mask.
+mask. So does ctc_loss by cuDNN. topk is left out: which of equal elements it takes is PyTorch's
+choice, and other elements than those would surprise; `truncdet.topk` has to be called by name.
 
 Code of torch.compile is covered where it calls these operators when it runs: all of it with the
 backend 'eager'; with 'aot_eager' too, where interpolation becomes multiplications and an index_put,

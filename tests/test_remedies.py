@@ -20,8 +20,11 @@ from truncdet._strict_table import TABLE
         ("NativeDropoutBackward0", "truncdet.enable(seed=0)"),
         ("batch", "sampler"),
         ("c10d::allreduce_", "NCCL"),
-        ("GeneratedBackwardFor_torchvision_roi_align_defaultBackward", "torchvision.patch"),
-        ("RoIAlignFunctionBackward", "torchvision.patch"),
+        (
+            "GeneratedBackwardFor_torchvision_roi_align_defaultBackward",
+            "truncdet.enable() or truncdet.roi_align",
+        ),
+        ("RoIAlignFunctionBackward", "truncdet.enable() or truncdet.roi_align"),
         ("aten::index_add_", "index_add"),
         ("NativeBatchNormBackward0", None),
         ("ReluBackward0", None),

@@ -117,6 +117,7 @@ class Losses:
     ) -> None:
         self.shape, self.dtype = target.shape, input.dtype
         places = arguments.by_places(input, target)
+        self._factor: Tensor | None = None
         self.terms, self.factors = torch.ops.truncdet.nll_terms(*places, weight, ignore_index, bit)
 
     def reduce(self, reduction: str) -> Tensor:
@@ -129,8 +130,10 @@ class Losses:
         return divide(loss, None, self.dtype)
 
     def total_factor(self) -> Tensor:
-        """What a mean divides by, in the compute type."""
-        return total(self.factors)
+        """What a mean divides by, in the compute type; added once."""
+        if self._factor is None:
+            self._factor = total(self.factors)
+        return self._factor
 
 
 def nll_loss(

@@ -47,10 +47,10 @@ class OperatorRow(NamedTuple):
     @property
     def tier(self) -> str:
         """Both tiers in one short text."""
-        backward = self.backward.partition(";")[0]
-        if backward in (self.forward, _NONE):
-            return self.forward
-        return f"{backward}; forward: {self.forward}"
+        forward, backward = (text.partition(";")[0] for text in (self.forward, self.backward))
+        if backward in (forward, _NONE):
+            return forward
+        return f"{backward}; forward: {forward}"
 
 
 def _pooling(dims: int, *kernels: str) -> OperatorRow:
@@ -134,6 +134,7 @@ ROWS: tuple[OperatorRow, ...] = (
         _SUMMED,
         memory=_NONE,
         also=("NLLLoss",),
+        patches=("aten",),
         kernels=("aten::nll_loss2d_forward",),
     ),
     OperatorRow(
@@ -143,6 +144,7 @@ ROWS: tuple[OperatorRow, ...] = (
         "T1 T3o",
         memory="as PyTorch's",
         also=("CrossEntropyLoss",),
+        patches=("aten",),
     ),
     OperatorRow(
         "ctc_loss",
@@ -152,6 +154,7 @@ ROWS: tuple[OperatorRow, ...] = (
         error="T 2^-50 (A + 4), then one rounding",
         memory="16 bytes an item, time and state",
         also=("CTCLoss",),
+        patches=("aten",),
         kernels=("aten::_ctc_loss_backward",),
     ),
     OperatorRow(

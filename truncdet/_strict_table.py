@@ -133,11 +133,10 @@ _POOLING = {
 _LOSSES = {
     "aten::nll_loss2d_forward": Entry(
         "float atomics in NLLLoss2d.cu",
-        _remedy("aten::nll_loss2d_forward", "reduce the loss of reduction='none' yourself"),
+        _remedy("aten::nll_loss2d_forward"),
         when=lambda arguments: arguments.get("reduction") != 0,
-        calls="with a reduction",
     ),
-    **_gradient("_ctc_loss", "LossCTC.cu", _CPU),
+    **_gradient("_ctc_loss", "LossCTC.cu"),
     "aten::embedding_dense_backward": Entry(
         "the order of equal indices in Embedding.cu",
         _remedy("aten::embedding_dense_backward"),
