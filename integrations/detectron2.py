@@ -4,7 +4,8 @@ Two layers. Names: detectron2's `roi_align` is torchvision's function under name
 module global under `detectron2` that is this function becomes ours, so layers built before and
 after the patch both use it. Precision: `ROIAlign.forward` casts RoIs to the features' type, which
 under autocast rounds coordinates to half; the call of the layer hands that forward, and no other,
-boxes that such a cast leaves alone.
+boxes that such a cast leaves alone. In mode 'fixed_point' the rotated layer and deformable
+convolutions of _detectron2_table.py have their names replaced too.
 
 Importing this module does not import detectron2; `TruncdetHook`, whose base class is detectron2's,
 is made when it is asked for. Users of LazyConfig have `TruncdetHook` too, or `truncdet.convert` for
@@ -57,7 +58,7 @@ _NOTICES = Notices(
 def patch(
     mode: str = "fixed_point", *, literal: bool = False, allow_untested: bool = False
 ) -> None:
-    """Makes detectron2's ROIAlign reproducible until `unpatch`; another mode switches to it.
+    """Makes detectron2's operators reproducible until `unpatch`; another mode switches to it.
 
     Example:
         >>> from truncdet.integrations import detectron2 as d2
@@ -66,15 +67,16 @@ def patch(
         True
 
     Args:
-        mode: 'fixed_point' (same bits always), 'truncate' (probable) or 'off' (the original).
+        mode: 'fixed_point' (same bits always), 'truncate' (probable, ROIAlign alone) or 'off' (the
+            original).
         literal: with 'truncate', the published recipe as it is written: RoIs in half too.
         allow_untested: patch versions outside the tested range too, 0.6 to 0.7; the environment
             variable TRUNCDET_ALLOW_UNTESTED=1 says the same.
 
     Raises:
         ValueError: for 'snap' and unknown modes, and literal without 'truncate'.
-        TruncdetError: outside the tested range, or if somebody else has replaced detectron2's
-            roi_align; nothing is changed then.
+        TruncdetError: outside the tested range, or if somebody else has replaced a function of
+            detectron2's, such as roi_align; nothing is changed then.
     """
     _PATCH.apply(recipe(mode, literal, f"{_ME}.patch"), allow_untested=allow_untested)
 

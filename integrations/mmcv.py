@@ -1,10 +1,11 @@
-"""mmcv: RoIAlign and roi_align, average and max, for everything that is built on mmcv's operators.
+"""mmcv: RoIAlign, average and max, and the operators of _mmcv_table.py, wherever they are called.
 
 Three kinds of places. Names: every module global that is mmcv's `roi_align` becomes ours, in mmcv
 and wherever it was imported to, so models built before and after the patch both use it.
 `RoIAlignFunction.apply`: the same for those who call the autograd function directly; subclasses
 of it keep what they define. `RoIAlign.forward`: with `use_torchvision=True` it calls torchvision,
-which this patch leaves alone, so there the layer itself calls ours.
+which this patch leaves alone, so there the layer itself calls ours. The operators of the table, in
+mode 'fixed_point' alone, have places of the first two kinds.
 
 mmcv's kernels bypass the dispatcher, so a reference to the original that no module global holds
 stays what it is. The mode of a graph is frozen in its forward.
@@ -50,7 +51,7 @@ _FUNCTIONS: dict[Recipe, tuple[Function, Function]] = {}
 def patch(
     mode: str = "fixed_point", *, literal: bool = False, allow_untested: bool = False
 ) -> None:
-    """Makes mmcv's RoIAlign reproducible until `unpatch`; another mode switches to it.
+    """Makes mmcv's operators reproducible until `unpatch`; another mode switches to it.
 
     Example:
         >>> import truncdet.integrations.mmcv
@@ -59,7 +60,8 @@ def patch(
         True
 
     Args:
-        mode: 'fixed_point' (same bits always), 'truncate' (probable) or 'off' (the original).
+        mode: 'fixed_point' (same bits always), 'truncate' (probable, RoIAlign alone) or 'off' (the
+            original).
         literal: with 'truncate', features and rois through half to double, as published; it moves
             large boxes and warns so.
         allow_untested: patch versions outside the tested range too, mmcv 2.1; the environment
@@ -67,8 +69,8 @@ def patch(
 
     Raises:
         ValueError: for 'snap', for unknown modes, and for `literal` in another mode.
-        TruncdetError: outside the tested range, or if somebody else has replaced mmcv's
-            roi_align; nothing is changed then.
+        TruncdetError: outside the tested range, or if somebody else has replaced one of mmcv's
+            functions, such as roi_align; nothing is changed then.
     """
     chosen = recipe(mode, literal, f"{_ME}.patch")
     CLAIMS.set("mmcv", chosen, allow_untested=allow_untested)

@@ -1,11 +1,12 @@
-"""torchvision: RoIAlign, MultiScaleRoIAlign and the detection models, forward and backward.
+"""torchvision: RoIAlign, MultiScaleRoIAlign, the detection models; gradients of other operators.
 
 Two layers. Names: every module global under `torchvision` that is `roi_align` becomes ours, so
 models built before and after the patch both use it, and the mode of a graph is frozen in its
 forward. Kernel (`fixed_point` only): the registration of `torchvision::_roi_align_backward` is
 overridden, so that references taken before the patch, TorchScript and traced graphs get the
 reproducible gradient as well. Such graphs carry no mode: what counts for them is the patch at the
-time of their *backward*.
+time of their *backward*. So with the gradients of RoIPool, PSRoIAlign, PSRoIPool and deform_conv2d,
+whose kernels alone are overridden (_torchvision_table.py).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _NOTICES = Notices(
 
 
 def patch(mode: str = "fixed_point", *, allow_untested: bool = False) -> None:
-    """Makes torchvision's RoIAlign reproducible until `unpatch`; another mode switches to it.
+    """Makes torchvision's operators reproducible until `unpatch`; another mode switches to it.
 
     Example:
         >>> import truncdet.integrations.torchvision as tv
@@ -58,7 +59,8 @@ def patch(mode: str = "fixed_point", *, allow_untested: bool = False) -> None:
         True
 
     Args:
-        mode: 'fixed_point' (same bits always), 'truncate' (probable) or 'off' (the original).
+        mode: 'fixed_point' (same bits always), 'truncate' (probable, RoIAlign alone) or 'off' (the
+            original).
         allow_untested: patch versions outside the tested range too, 0.26 to 0.29; the
             environment variable TRUNCDET_ALLOW_UNTESTED=1 says the same.
 
@@ -73,7 +75,7 @@ def patch(mode: str = "fixed_point", *, allow_untested: bool = False) -> None:
 def unpatch() -> bool:
     """Puts torchvision back exactly as it was; returns False if it was not patched.
 
-    Not while another thread is inside RoIAlign's backward: its kernel would vanish under it.
+    Not while another thread is inside one of the backwards: its kernel would vanish under it.
     """
     return _PATCH.undo()
 

@@ -11,6 +11,16 @@ import mmcv.ops
 import numpy
 import pytest
 import torch
+from _frameworks import requires
+from _mmcv_operator_cases import (
+    ALL,
+    CASES,
+    CUDA_ALONE,
+    HELD,
+    attention_module,
+    our_dcn,
+    plain_attention,
+)
 from _operator_cases import (
     SHAPES,
     STARTS,
@@ -23,11 +33,8 @@ from _operator_cases import (
     draw,
     features,
     rotated,
-    same,
 )
-from mmcv.ops import deform_conv2d as imported
 from mmcv.ops.deform_conv import DeformConv2dFunction
-from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttnFunction
 from mmcv.ops.roi_align_rotated import RoIAlignRotatedFunction
 from torch import Tensor, nn
 from truncdet.integrations import mmcv as integration
@@ -36,119 +43,16 @@ from truncdet.integrations._mmcv_table import TABLE
 import truncdet
 from truncdet.testing import assert_bitwise_equal
 
-HELD = (imported,)  # in a tuple, which no patch looks into
-attention_module = sys.modules["mmcv.ops.multi_scale_deform_attn"]
-
-
-def picked(*names: str) -> Any:
-    inputs = convolution()
-    return lambda: {name: inputs[name] for name in names}
-
-
-def plain_attention(value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-    function = attention_module.multi_scale_deformable_attn_pytorch
-    result: Tensor = function(value, SHAPES, locations, weights)
-    return result
-
-
-def our_attention(value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-    return truncdet.ms_deform_attn(value, SHAPES, STARTS, locations, weights)
-
-
-def rotated_case(ratio: int, aligned: bool, clockwise: bool) -> Case:
-    rest = ((3, 2), 0.9, ratio, aligned, clockwise)
-    return Case(
-        lambda x, rois: mmcv.ops.roi_align_rotated(x, rois, *rest),
-        lambda x, rois: truncdet.roi_align_rotated(x, rois, *rest),
-        lambda: {"input": features(3)},
-        rotated,
-    )
-
-
-def our_dcn(x: Tensor, offset: Tensor, weight: Tensor) -> Tensor:
-    return truncdet.deform_conv2d(x, offset, weight)
-
-
-# With kernels for the CPU in mmcv.
-CASES = {
-    "deform_conv2d": Case(
-        lambda x, offset, weight: mmcv.ops.deform_conv2d(x, offset, weight, 1, 0, 1, 1, 2),
-        our_dcn,
-        picked("input", "offset", "weight"),
-    ),
-    "deform_conv2d imported before": Case(
-        lambda x, offset, weight: imported(x, offset, weight, 1, 0, 1, 1, 2),
-        our_dcn,
-        picked("input", "offset", "weight"),
-    ),
-    "DeformConv2dFunction.apply": Case(
-        lambda *args: DeformConv2dFunction.apply(*args, 1, 0, 1, 1, 2),
-        our_dcn,
-        picked("input", "offset", "weight"),
-    ),
-    "modulated_deform_conv2d": Case(
-        lambda *args: mmcv.ops.modulated_deform_conv2d(*args, 1, 0, 1, 1, 2), same, convolution
-    ),
-    "multi_scale_deformable_attn_pytorch": Case(plain_attention, our_attention, attention),
-    "RoIAlignRotated": Case(
-        lambda x, rois: mmcv.ops.RoIAlignRotated((3, 2), 0.9)(x, rois),
-        lambda x, rois: truncdet.roi_align_rotated(x, rois, (3, 2), 0.9),
-        lambda: {"input": features(3)},
-        rotated,
-    ),
-    **{
-        f"roi_align_rotated {ratio} {aligned} {clockwise}": rotated_case(ratio, aligned, clockwise)
-        for ratio in (0, 2)
-        for aligned in (True, False)
-        for clockwise in (True, False)
-    },
-}
-# With kernels for CUDA alone.
-CUDA_ALONE = {
-    "roi_pool": Case(
-        lambda x, rois: mmcv.ops.roi_pool(x, rois, (3, 2), 0.7),
-        lambda x, rois: truncdet.roi_pool(x, rois, (3, 2), 0.7, rounded=False),
-        lambda: {"input": features(3)},
-        boxes,
-    ),
-    "RoIPool": Case(
-        lambda x, rois: mmcv.ops.RoIPool((3, 2), 0.7)(x, rois),
-        lambda x, rois: truncdet.roi_pool(x, rois, (3, 2), 0.7, rounded=False),
-        lambda: {"input": features(3)},
-        boxes,
-    ),
-    "MultiScaleDeformableAttnFunction.apply": Case(
-        lambda value, locations, weights: MultiScaleDeformableAttnFunction.apply(
-            value, SHAPES.to(value.device), STARTS.to(value.device), locations, weights, 64
-        ),
-        our_attention,
-        attention,
-    ),
-    **{
-        f"dynamic_scatter {how}": Case(
-            lambda feats, how=how: mmcv.ops.dynamic_scatter(feats, coors(feats), how)[0],
-            lambda feats, how=how: truncdet.dynamic_scatter(feats, coors(feats), how)[0],
-            lambda: {"feats": draw(60, 3)},
-        )
-        for how in ("sum", "mean", "max")
-    },
-}
-ALL = {**CASES, **CUDA_ALONE}
-
-
-def coors(feats: Tensor) -> Tensor:
-    places = torch.randint(-1, 3, (60, 3), generator=torch.Generator().manual_seed(5)).int()
-    return places.to(feats.device)
-
 
 def snapshot() -> dict[tuple[str, str], object]:
     """What every name in mmcv's and mmdet's modules, and in the classes patched, is."""
     found: dict[tuple[str, str], object] = {
         (module, name): value
         for module, names in list(sys.modules.items())
-        if module.split(".")[0] in ("mmcv", "mmdet", __name__)
+        if module.split(".")[0] in ("mmcv", "mmdet", "_mmcv_operator_cases")
         for name, value in vars(names).items()
-        if not name.startswith("__")  # where warnings and the compiler keep things
+        # Where warnings and the compiler keep things, and submodules that are imported.
+        if not name.startswith("__") and not isinstance(value, type(sys))
     }
     for row in TABLE:
         owner = vars(sys.modules[row.module]).get(row.function)
@@ -163,7 +67,8 @@ def untouched() -> Iterator[None]:
     yield
     assert not integration.is_patched()
     after = snapshot()
-    assert after.keys() == before.keys()
+    known = {owner for owner, _ in before}  # others were imported since
+    assert {name for name in after if name[0] in known} == before.keys()
     assert all(after[name] is value for name, value in before.items())
 
 
@@ -214,6 +119,18 @@ def test_every_row_of_the_table_is_patched_and_put_back() -> None:
         with integration.patched("truncate"):
             assert all(new is old for new, old in zip(names(), before, strict=True))
     assert all(new is old for new, old in zip(names(), before, strict=True))
+
+
+@requires("mmdet")
+def test_the_switch_and_the_patch_of_mmdet_cover_them() -> None:
+    from truncdet.integrations import _mmdet_patch
+
+    case = CASES["modulated_deform_conv2d"]
+    expected = case.run(case.ours)
+    with truncdet.deterministic(frameworks=["mmcv"]):
+        assert_bitwise_equal(case.run(), expected)
+    with _mmdet_patch.patched():
+        assert_bitwise_equal(case.run(), expected)
 
 
 def test_references_from_inside_turn_into_the_original_outside() -> None:
