@@ -1,4 +1,4 @@
-"""RoIAlign, scatter and sampling: what repeatability costs, beside the kernels in common use.
+"""RoI operators, scatter and sampling: what repeatability costs, beside the kernels in common use.
 
     python experiments/overhead.py                              # on a GPU, under a minute
     python experiments/overhead.py --device cpu --size tiny     # does everything run?
@@ -21,10 +21,19 @@ import _measure as measure
 import torch
 from _checks import Check, at_most, conclude, holds
 from _environment import RESULTS, describe, pick_device, write_result
-from _render import overhead_details, overhead_times, resample_times, sampling_times, scatter_times
+from _render import (
+    overhead_details,
+    overhead_times,
+    pooling_times,
+    resample_times,
+    sampling_times,
+    scatter_times,
+)
 from _resample_section import CASES as RESAMPLE_CASES
 from _resample_section import check_resample, measure_resample
 from _roi_cases import CASES, FORWARD_LIMIT, Calls, Case
+from _roi_section import CASES as POOLING_CASES
+from _roi_section import check_pooling, measure_pooling
 from _sampling_section import CASES as SAMPLING_CASES
 from _sampling_section import check_sampling, measure_sampling
 from _scatter_section import CASES as SCATTER_CASES
@@ -132,8 +141,21 @@ def main(arguments: Sequence[str]) -> int:
         result["sampling"].append(sampled)
         checks += check_sampling(sampled, with_limits)
         print(f"measured {sampled['name']}", file=sys.stderr, flush=True)
+    result["pooling"] = []
+    for pooling in POOLING_CASES:
+        pooled = measure_pooling(pooling.tiny() if tiny else pooling, device, repeats)
+        result["pooling"].append(pooled)
+        checks += check_pooling(pooled, with_limits)
+        print(f"measured {pooled['name']}", file=sys.stderr, flush=True)
     result["checks"] = checks
-    for table in (overhead_times, overhead_details, scatter_times, resample_times, sampling_times):
+    for table in (
+        overhead_times,
+        overhead_details,
+        pooling_times,
+        scatter_times,
+        resample_times,
+        sampling_times,
+    ):
         print(table(result), end="\n\n")
     folder = options.out or (None if tiny else RESULTS)
     if folder is not None:
