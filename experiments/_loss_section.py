@@ -184,6 +184,6 @@ def measure_loss(
     }
 
 
-def check_loss(row: dict[str, Any]) -> list[Check]:
+def check_loss(row: dict[str, Any], with_limits: bool = False) -> list[Check]:
     """Bits in every row."""
     return [holds(f"{row['name']}: bits repeat", row["truncdet"]["bits_equal"])]

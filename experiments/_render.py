@@ -208,6 +208,27 @@ def loss_times(result: Result) -> str:
     return table((*header, "peak, native, MiB", "truncdet, MiB", "bits repeat"), rows)
 
 
+def pooling_times(result: Result) -> str:
+    """roi_pool and the position-sensitive operators in milliseconds."""
+    rows = []
+    for row in result.get("pooling", []):
+        sides = (row["native"], row["truncdet"])
+        cells = [row["name"]]
+        for part in ("forward", "backward"):
+            cells += [number(side[f"{part}_ms"], 3) for side in sides]
+            cells.append(number(row[f"{part}_ratio"], 2))
+        cells.append(f"{row['limit']:.2f}")
+        cells += [mib(side["backward_peak_bytes"]) for side in sides]
+        errors = row["errors"] or {}
+        pair = [error(errors[side]["max"]) for side in ("native", "truncdet") if side in errors]
+        bits = " / ".join(yes(side["bits_equal"]) for side in sides)
+        rows.append([*cells, " / ".join(pair) or "-", bits])
+    header = ("float32", "forward, torchvision, ms", "truncdet, ms", "ratio")
+    times = ("backward, torchvision, ms", "truncdet, ms", "ratio", "limit")
+    tail = ("peak, torchvision, MiB", "truncdet, MiB", "backward error, max", "bits repeat")
+    return table((*header, *times, *tail), rows)
+
+
 def train_step(result: Result) -> str:
     """A training step of Mask R-CNN, plain and patched."""
     return _trainings("precision", result)
@@ -304,6 +325,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "deform": ("overhead", deform_times),
     "rotated": ("overhead", rotated_times),
     "loss": ("overhead", loss_times),
+    "pooling": ("overhead", pooling_times),
     "train_step": ("train_step", train_step),
     "frameworks": ("frameworks", frameworks),
     "flip_rate": ("flip_rate", flip_rate),

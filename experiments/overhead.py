@@ -34,6 +34,7 @@ from _render import (
     loss_times,
     overhead_details,
     overhead_times,
+    pooling_times,
     resample_times,
     rotated_times,
     sampling_times,
@@ -43,6 +44,8 @@ from _render import (
 from _resample_section import CASES as RESAMPLE_CASES
 from _resample_section import check_resample, measure_resample
 from _roi_cases import CASES, FORWARD_LIMIT, Calls, Case
+from _roi_section import CASES as POOLING_CASES
+from _roi_section import check_pooling, measure_pooling
 from _rotated_section import CASES as ROTATED_CASES
 from _rotated_section import check_rotated, measure_rotated
 from _sampling_section import CASES as SAMPLING_CASES
@@ -64,6 +67,7 @@ SECTIONS: dict[str, tuple[Any, Any, Any, Callable[[dict[str, Any]], str]]] = {
     "scatter": (SCATTER_CASES, measure_scatter, check_scatter, scatter_times),
     "resample": (RESAMPLE_CASES, measure_resample, check_resample, resample_times),
     "sampling": (SAMPLING_CASES, measure_sampling, check_sampling, sampling_times),
+    "pooling": (POOLING_CASES, measure_pooling, check_pooling, pooling_times),
     "rotated": (ROTATED_CASES, measure_rotated, check_rotated, rotated_times),
     "deform": (DEFORM_CASES, measure_deform, check_deform, deform_times),
     "loss": (LOSS_CASES, measure_loss, check_loss, loss_times),

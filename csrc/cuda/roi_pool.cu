@@ -59,9 +59,7 @@ void run_backward(const Tensor& grad, const Tensor& argmax, const Tensor& boxes,
   const T* values = const_data<T>(grad);
   const int32_t* chosen = const_data<int32_t>(argmax);
   const int group = params.plan.channels;
-  if (group * shape.bins() % 4 == 0 && shape.channels % group == 0 &&
-      is_aligned(values, sizeof(Pack<T, 4>) < 16 ? sizeof(Pack<T, 4>) : 16) &&
-      is_aligned(chosen, 16)) {
+  if (ChosenCells<T, 4>::fits(values, chosen, shape, group)) {
     launch_tile_sums(params, ChosenCells<T, 4>(values, chosen, shape, group), stream);
   } else {
     launch_tile_sums(params, ChosenCells<T, 1>(values, chosen, shape, group), stream);

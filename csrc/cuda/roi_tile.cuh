@@ -107,6 +107,15 @@ struct TileAdder {
   uint32_t* words;  // [kWords][cells]: low and high half of either limb; flags: [cells]
   int cells;
   Quantiser<C> quantiser;
+  C low_power, high_power;  // whose product is 2^-e times the quantiser's unit
+
+  __device__ __forceinline__ TileAdder(uint32_t* sums, int count, const Scale<C>& scale)
+      : words(sums), cells(count), quantiser(scale) {
+    // Between -126 and 211 in float32, between -1022 and 1136 in float64.
+    const int power = -scale.quantum(), most = Format<C>::kMaxExponent;
+    low_power = power_of_two(C(0), power < most ? power : most);
+    high_power = power_of_two(C(0), power < most ? 0 : power - most);
+  }
 
   __device__ __forceinline__ C normalise(C raw) const {
     return is_finite(raw) ? quantiser.normalise(raw) : C(0);
@@ -115,16 +124,37 @@ struct TileAdder {
   // `contribution` is of normalise(raw), with a weight that is not zero.
   __device__ __forceinline__ void add(int cell, C contribution, C raw) const {
     if constexpr (kFlags) {
-      const uint32_t seen = nonfinite_flag(raw);
-      if (seen != 0) atomicOr(words + cell, seen);
+      flag(cell, raw);
     } else {
       const int64_t rounded = quantiser.quantise(contribution);
-      add_shared(words + cell, words + cells + cell, rounded);
-      if constexpr (kWords == 4) {
-        uint32_t* const rest = words + 2 * cells + cell;
-        add_shared(rest, rest + cells, quantiser.quantise_rest(contribution, rounded));
-      }
+      add_limbs(cell, rounded,
+                kWords == 4 ? quantiser.quantise_rest(contribution, rounded) : int64_t(0));
     }
+  }
+
+  // The same with a weight of one: both scalings are exact, and so is their product.
+  __device__ __forceinline__ void add_whole(int cell, C raw) const {
+    if constexpr (kFlags) {
+      flag(cell, raw);
+    } else {
+      const C scaled = is_finite(raw) ? raw * low_power * high_power : C(0);
+      const int64_t rounded = round_to_int64(scaled);
+      const C rest = (scaled - static_cast<C>(rounded)) * quantiser.unit;
+      add_limbs(cell, rounded, kWords == 4 ? round_to_int64(rest) : int64_t(0));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void add_limbs(int cell, int64_t high, int64_t low) const {
+    add_shared(words + cell, words + cells + cell, high);
+    if constexpr (kWords == 4) {
+      uint32_t* const rest = words + 2 * cells + cell;
+      add_shared(rest, rest + cells, low);
+    }
+  }
+  __device__ __forceinline__ void flag(int cell, C raw) const {
+    const uint32_t seen = nonfinite_flag(raw);
+    if (seen != 0) atomicOr(words + cell, seen);
   }
 };
 
@@ -226,14 +256,14 @@ __global__ void __launch_bounds__(kThreads,
     const auto scale = [&] { return p.statistics.images[image].scale(p.bins); };
     clear_words(words, kWords * cells);
     __syncthreads();
-    source.visit(p, tile, scratch, TileAdder<C, false>{words, cells, Quantiser<C>(scale())});
+    source.visit(p, tile, scratch, TileAdder<C, false>(words, cells, scale()));
     __syncthreads();
     write_tile<T>(p, tile, words, scale());
     __syncthreads();
     if (p.statistics.nonfinite[image] == 0) continue;  // the same for the whole block
     clear_words(words, cells);
     __syncthreads();
-    source.visit(p, tile, scratch, TileAdder<C, true>{words, cells, Quantiser<C>(scale())});
+    source.visit(p, tile, scratch, TileAdder<C, true>(words, cells, scale()));
     __syncthreads();
     for_each_tile_cell(p, tile, [&](int cell, int64_t place) {
       if (words[cell] != 0) p.out[place] = nonfinite_value<T>(words[cell]);

@@ -5,35 +5,42 @@
 
 namespace truncdet {
 
-// A RoI that touches the tile, seen from the tile's corner.
+// A RoI that touches the tile, and the cells of both.
 struct TileHit {
   int roi;
-  short begin_y, begin_x, rows, columns;  // the cells of both
+  int first_y, first_x;
+  unsigned short rows, columns;
 };
 
 constexpr int kTileHits = 2 * kThreads;  // RoIs of the tile remembered at a time
 
 // The block's channels of one RoI are one run of elements, fewer than 2^31, of which a thread takes
-// kPack at a time.
+// kPack at a time; these belong to at most two channels.
 template <class T, int kPack>
 struct ChosenCells {
   static constexpr int kScratchBytes = 16 + kTileHits * static_cast<int>(sizeof(TileHit));
   static constexpr int kUnroll = kPack == 1 ? 4 : 2;
   const T* grad;          // [rois, channels, bins]
   const int32_t* argmax;  // [rois, channels, bins]
-  int64_t channels, bins;
-  int group;                            // channels of a block
+  int64_t channels;
+  int bins, group;                      // channels of a block
   Divider by_bins, by_packs, by_width;  // `by_packs`: of a whole group
 
   ChosenCells(const T* g, const int32_t* chosen, const RoiAlignShape& shape, int channels_of_block)
       : grad(g),
         argmax(chosen),
         channels(shape.channels),
-        bins(shape.bins()),
+        bins(static_cast<int>(shape.bins())),
         group(channels_of_block),
-        by_bins(bins, group * bins),
-        by_packs(group * bins / kPack, kTileHits * (group * bins / kPack)),
-        by_width(shape.width, shape.cells()) {}
+        by_bins(bins, int64_t(1) << 31),
+        by_packs(int64_t(group) * bins / kPack, kTileHits * (int64_t(group) * bins / kPack)),
+        by_width(shape.width, int64_t(1) << 31) {}
+
+  static bool fits(const T* g, const int32_t* chosen, const RoiAlignShape& shape, int group) {
+    return shape.bins() >= kPack && group * shape.bins() % kPack == 0 &&
+           shape.channels % group == 0 && is_aligned(g, alignof(Pack<T, kPack>)) &&
+           is_aligned(chosen, alignof(Pack<int32_t, kPack>));
+  }
 
   template <class Add>
   __device__ __forceinline__ void visit(const TileParams<T>& p, const Tile& tile, void* scratch,
@@ -46,13 +53,12 @@ struct ChosenCells {
     for (int64_t base = 0; base < rois.count; base += kThreads) {
       if (base + threadIdx.x < rois.count) {
         const RoiBounds roi = rois.list[base + threadIdx.x];
-        const int first_y = max(roi.first_y - tile.y, 0), first_x = max(roi.first_x - tile.x, 0);
-        const int end_y = min(roi.last_y - tile.y + 1, tile.height);
-        const int end_x = min(roi.last_x - tile.x + 1, tile.width);
-        if (roi.image == tile.image && first_y < end_y && first_x < end_x) {
-          hits[atomicAdd(count, 1)] = {
-              roi.roi, static_cast<short>(first_y), static_cast<short>(first_x),
-              static_cast<short>(end_y - first_y), static_cast<short>(end_x - first_x)};
+        const int first_y = max(roi.first_y, tile.y), first_x = max(roi.first_x, tile.x);
+        const int rows = min(roi.last_y + 1, tile.y + tile.height) - first_y;
+        const int columns = min(roi.last_x + 1, tile.x + tile.width) - first_x;
+        if (roi.image == tile.image && rows > 0 && columns > 0) {
+          hits[atomicAdd(count, 1)] = {roi.roi, first_y, first_x, static_cast<unsigned short>(rows),
+                                       static_cast<unsigned short>(columns)};
         }
       }
       __syncthreads();
@@ -71,11 +77,12 @@ struct ChosenCells {
   __device__ __forceinline__ void add_hits(const TileParams<T>& p, const Tile& tile,
                                            const TileHit* hits, int found, const Add& adder) const {
     const bool whole = tile.channels == group;
-    const int packs = tile.channels * static_cast<int>(bins) / kPack;
+    const int packs = tile.channels * bins / kPack;
     const int64_t total = int64_t(found) * packs;
     const T* const values = grad + tile.channel * bins;
     const int32_t* const cells = argmax + tile.channel * bins;
     const int64_t of_roi = channels * bins;
+    const int corner = tile.y * p.plan.width + tile.x;
     for (int64_t i = threadIdx.x; i < total; i += kUnroll * kThreads) {
       // Loads of several turns are under way together.
       Pack<int32_t, kPack> chosen[kUnroll];
@@ -92,15 +99,23 @@ struct ChosenCells {
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const TileHit roi = hits[hit[u]];
+        const unsigned rows = i + u * kThreads < total ? roi.rows : 0u, columns = roi.columns;
+        const int channel = static_cast<int>(by_bins.small_quotient(at[u]));
+        const int rest = at[u] - channel * bins;
+        const int sum = channel * p.plan.plane - corner, next_sum = sum + p.plan.plane;
         bool any = false;
 #pragma unroll
         for (int j = 0; j < kPack; ++j) {
-          int cell = -1;
-          if (i + u * kThreads < total) {
-            cell = cell_of_tile(p, tile, roi, chosen[u].at[j], at[u] + j);
-          }
-          chosen[u].at[j] = cell;
-          any |= cell >= 0;
+          // One comparison an axis: what is below the first is, as unsigned, far above the last. A
+          // number that is no cell cannot pass both, since row * width + column is the number.
+          const uint32_t number = static_cast<uint32_t>(chosen[u].at[j]);
+          const uint32_t y = by_width.small_quotient(number);
+          const uint32_t x = number - y * static_cast<uint32_t>(p.shape.width);
+          const bool inside = (y - roi.first_y < rows) & (x - roi.first_x < columns);
+          const uint32_t cell = y * static_cast<uint32_t>(p.plan.width) + x +
+                                static_cast<uint32_t>(rest + j < bins ? sum : next_sum);
+          chosen[u].at[j] = inside ? static_cast<int>(cell) : -1;
+          any |= inside;
         }
         if (any) raw[u] = load_pack<T, kPack>(values + roi.roi * of_roi + at[u]);
       }
@@ -108,27 +123,10 @@ struct ChosenCells {
       for (int u = 0; u < kUnroll; ++u) {
 #pragma unroll
         for (int j = 0; j < kPack; ++j) {
-          if (chosen[u].at[j] < 0) continue;
-          const auto value = widen(raw[u].at[j]);
-          adder.add(chosen[u].at[j], adder.normalise(value), value);
+          if (chosen[u].at[j] >= 0) adder.add_whole(chosen[u].at[j], widen(raw[u].at[j]));
         }
       }
     }
-  }
-
-  // Where the sum of the cell that element `at` of the group chose is, -1 outside of the tile or of
-  // the RoI.
-  __device__ __forceinline__ int cell_of_tile(const TileParams<T>& p, const Tile& tile,
-                                              const TileHit& roi, int32_t chosen, int at) const {
-    const uint32_t number = static_cast<uint32_t>(chosen);
-    const uint32_t row = by_width.small_quotient(number);
-    const int y = static_cast<int>(row) - tile.y;
-    const int x = static_cast<int>(number - row * static_cast<uint32_t>(p.shape.width)) - tile.x;
-    // One comparison an axis: what is below the first is far above the last.
-    const bool inside = static_cast<uint32_t>(y - roi.begin_y) < static_cast<uint32_t>(roi.rows) &&
-                        static_cast<uint32_t>(x - roi.begin_x) < static_cast<uint32_t>(roi.columns);
-    const int c = static_cast<int>(by_bins.small_quotient(at));
-    return inside && chosen >= 0 ? c * p.plan.plane + y * p.plan.width + x : -1;
   }
 };
 
