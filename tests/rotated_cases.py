@@ -9,6 +9,7 @@ from roi_cases import hashed_words, uniform, values
 
 from truncdet import _roi_align_rotated_reference as reference
 from truncdet import fixedpoint
+from truncdet._rotated_samples import geometry
 
 # Schedules of the CUDA backward.
 AUTO, WIDE, PAIRS, ATOMIC, COMPUTED = range(5)
@@ -101,7 +102,7 @@ def matrices(case, rois):
     """The reference's image [K] and matrix of every RoI [K, PH, PW, H, W]."""
     cells = case.shape[2:]
     rest = (case.scale, case.ratio, case.aligned, case.clockwise)
-    roi = reference.geometry(rois, case.shape[0], cells, case.bins, *rest)
+    roi = geometry(rois, case.shape[0], cells, case.bins, *rest)
     found = [reference.weights_of(roi, k, cells, case.bins) for k in range(len(rois))]
     return roi.image, torch.stack(found).reshape(-1, *case.bins, *cells)
 

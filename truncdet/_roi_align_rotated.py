@@ -183,7 +183,12 @@ def _check(
         raise TypeError(f"{name}: rois must be floating point, got {rois.dtype}")
     if rois.device != input.device:
         raise ValueError(f"{name}: rois must be on {input.device}, got {rois.device}")
-    size = _size(name, output_size)
+    try:
+        size = _size(name, output_size)
+    except TypeError:
+        raise TypeError(
+            f"{name}: output_size must be an int or two of them, got {type(output_size).__name__}"
+        ) from None
     if len(size) != 2 or not all(0 < n <= MAX_GRID and int(n) == n for n in size):
         raise ValueError(
             f"{name}: output_size must be one or two ints in [1, {MAX_GRID}], got {output_size}"
