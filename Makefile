@@ -27,7 +27,7 @@ BUILT_FROM := setup.py setup.cfg pyproject.toml $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
 # What compares bits: these run a second time on the pure-PyTorch reference.
-CORE := $(wildcard $(addprefix tests/test_,fixedpoint*.py scatter*.py roi_*.py digest*.py resample*.py interpolate*.py adaptive*.py grid_sample*.py ms_deform_attn*.py))
+CORE := $(wildcard $(addprefix tests/test_,fixedpoint*.py scatter*.py roi_*.py digest*.py resample*.py interpolate*.py adaptive*.py grid_sample*.py ms_deform_attn*.py deform*.py nll_loss*.py cross_entropy*.py ctc_loss*.py nms*.py topk*.py sine_cosine*.py))
 
 demo: $(V)/built-$(DEMO_EXT)
 	$(BIN)/truncdet demo

@@ -109,7 +109,7 @@ def doctor() -> Report:
 
     Example:
         >>> import truncdet
-        >>> truncdet.doctor().versions["torch"] == torch.__version__
+        >>> "torch" in truncdet.doctor().versions
         True
 
     Returns:

@@ -91,7 +91,7 @@ class Case:
         if order is not None:
             rows = (rows[0][order],)
         out = (function or self.call)(*leaves.values(), *rows)
-        upstream = draw(*out.shape, seed=9).to(out.dtype)
+        upstream = draw(*out.shape, seed=9).to(out)
         grads = torch.autograd.grad(
             out, list(leaves.values()), upstream if order is None else upstream[order]
         )

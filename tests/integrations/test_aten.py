@@ -122,6 +122,8 @@ def contributions(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Ten
 def test_sums_have_truncdets_bits_in_every_order(
     name: str, dtype: torch.dtype, device: torch.device
 ) -> None:
+    if (name, dtype, device.type) == ("embedding_bag max backward", torch.bfloat16, "cuda"):
+        pytest.skip("PyTorch has no such kernel for bfloat16 on CUDA")
     case = {**SUMS, **ADDITIONS}[name]
     x, rows, source = contributions(dtype, device)
     shows = dtype in (torch.float32, torch.float64)  # it adds halves in float32, and rounds at last
