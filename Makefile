@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-.PHONY: demo test frameworks test-frameworks lint clean
+.PHONY: rest demo test frameworks test-frameworks lint clean
 
 PYTHON ?= python3
 V := .venv
@@ -29,12 +29,18 @@ CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -
 # What compares bits: these run a second time on the pure-PyTorch reference.
 CORE := $(wildcard $(addprefix tests/test_,fixedpoint*.py scatter*.py roi_*.py digest*.py resample*.py interpolate*.py adaptive*.py grid_sample*.py ms_deform_attn*.py deform*.py nll_loss*.py cross_entropy*.py ctc_loss*.py nms*.py topk*.py sine_cosine*.py))
 
+# What does not.
+REST := $(filter-out $(CORE),$(wildcard tests/test_*.py)) tests/integrations
+
 demo: $(V)/built-$(DEMO_EXT)
 	$(BIN)/truncdet demo
 
 test: $(V)/built-$(TEST_EXT)
 	TRUNCDET_EXPECT_EXT=$(TEST_EXT) $(BIN)/pytest
 	TRUNCDET_EXT=none $(BIN)/pytest $(CORE)
+
+rest:
+	@echo $(REST)
 
 frameworks: $(FRAMEWORKS)/ready
 
