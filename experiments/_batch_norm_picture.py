@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 from _conv_cases import SETTINGS
+from _picture import save_png
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-
-from truncdet._atomic import write_bytes
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _COLOURS = dict(zip(SETTINGS, ("#d55e00", "#cc79a7", "#0072b2"), strict=True))
@@ -42,6 +40,4 @@ def save(path: Path, result: dict[str, Any]) -> None:
     for axes in panels[:, 0]:
         axes.set_ylabel("largest |loss difference|")
     panels[0][0].legend(frameon=False, fontsize=9)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", metadata={"Software": "truncdet"})
-    write_bytes(path, content.getvalue())
+    save_png(path, figure)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from _picture import save_png
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from truncdet._atomic import write_bytes
 from truncdet._demo_plot import COLOURS, draw_gaps
 
 SPREAD = 0.5  # of the seeds of a mode along the horizontal axis
@@ -34,9 +33,7 @@ def save_picture(path: Path, result: Mapping[str, Any]) -> bool:
     right.set_title(f"AP of every run ({kind})", loc="left", fontsize=11)
     name = f"{result['framework']} {result['model']}, {result['data']['name']}, {result['device']}"
     figure.suptitle(name, x=0.01, ha="left", fontsize=9, color="#555555")
-    content = io.BytesIO()
-    figure.savefig(content, format="png", metadata={"Software": "truncdet experiments"})
-    write_bytes(path, content.getvalue())
+    save_png(path, figure, "truncdet experiments")
     return True
 
 

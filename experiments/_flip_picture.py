@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 from _flip_count import expected_flips
+from _picture import save_png
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-
-from truncdet._atomic import write_bytes
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7")
@@ -54,6 +52,4 @@ def save(path: Path, result: dict[str, Any]) -> None:
     for axes in (left, right):
         axes.grid(color="#dddddd", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", metadata={"Software": "truncdet"})
-    write_bytes(path, content.getvalue())
+    save_png(path, figure)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
+from _picture import save_png
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-
-from truncdet._atomic import write_bytes
 
 # Vermilion and blue of Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = {"plain": "#d55e00", "truncdet": "#0072b2"}
@@ -40,9 +38,7 @@ def save(path: Path, result: dict[str, Any]) -> None:
     for axes in (left, right):
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", metadata={"Software": "truncdet"})
-    write_bytes(path, content.getvalue())
+    save_png(path, figure)
 
 
 def _gaps(one: dict[str, Any], other: dict[str, Any]) -> list[float]:

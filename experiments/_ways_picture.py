@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
+from _picture import save_png
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-
-from truncdet._atomic import write_bytes
 
 # Grey and three of Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = {"native": "#999999", "truncdet": "#0072b2", "trick": "#009e73", "switch": "#d55e00"}
@@ -45,6 +43,4 @@ def save(path: Path, rows: list[dict[str, Any]]) -> None:
     axes.axvline(1, color="#555555", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=8)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", metadata={"Software": "truncdet"})
-    write_bytes(path, content.getvalue())
+    save_png(path, figure)

@@ -37,7 +37,6 @@ def a_row(**changes: Any) -> dict[str, Any]:
         "operator": "bilinear",
         "shape": "1x2x3x4 to 6x8",
         "ratio": section.LIMIT,
-        "limit": section.LIMIT,
         "errors": {"native": {"max": 4.0, "l2": 8.0}, "truncdet": {"max": 5.0, "l2": 10.0}},
     }
     return {**row, **changes}
@@ -62,8 +61,6 @@ def test_a_row_beyond_a_limit_is_missed() -> None:
     ):
         assert missed(a_row(**changes)) == [name + what]
     assert missed(a_row(ratio=9.0, errors=worse), with_limits=False) == []
-    assert missed(a_row(ratio=1.0, limit=1.0)) == []
-    assert missed(a_row(ratio=1.01, limit=1.0)) == [name + "time"]
 
 
 def test_the_table_shows_a_row_and_needs_none() -> None:

@@ -76,7 +76,17 @@ def test_values_and_gradients_are_pytorchs(device, shape, reduction, weighted):
     for ignore_index in (-100, 0):
         target = make_target(shape, device, ignore_index)
         if device.type == "cuda" and bool((target == ignore_index).all()):
-            continue  # PyTorch's mean of nothing is NaN on the CPU and 0 on a GPU
+            # PyTorch's mean of nothing is NaN on the CPU and 0 on a GPU: ours is the CPU's on both.
+            here = nll_loss(input, target, weight, ignore_index=ignore_index, reduction=reduction)
+            there = F.nll_loss(
+                input.cpu(),
+                target.cpu(),
+                None if weight is None else weight.cpu(),
+                ignore_index=ignore_index,
+                reduction=reduction,
+            )
+            torch.testing.assert_close(here.cpu(), there, rtol=0, atol=0, equal_nan=True)
+            continue
 
         def through(op, target=target, ignore_index=ignore_index):
             return lambda x: op(x, target, weight, ignore_index=ignore_index, reduction=reduction)
