@@ -25,8 +25,8 @@ class TruncdetHook(Hook):  # type: ignore[misc]
     """Swaps the RoI layers of the runner's model, and sets what else a repeatable run needs.
 
     Before the run (training, validation or test): every RoI layer of the built model becomes
-    reproducible in place, PyTorch's own operators are patched (truncdet.integrations.aten), cuDNN's
-    and cuBLAS's switches are set, worker processes that mmengine spawns get a hash seed, and what
+    reproducible in place, PyTorch's own operators and mmcv's functions are patched
+    (truncdet.integrations.aten and .mmcv), cuDNN's and cuBLAS's switches are set, worker processes that mmengine spawns get a hash seed, and what
     now holds is logged as a table. Each checkpoint's `meta['truncdet']` records version, mode,
     literal and strict. After the run kernels, switches and environment are what they were; the
     layers stay swapped.
@@ -38,8 +38,8 @@ class TruncdetHook(Hook):  # type: ignore[misc]
         'fixed_point'
 
     Args:
-        mode: 'fixed_point' (same bits always), 'truncate' (probable; PyTorch's own operators stay
-            as they are), or 'off', with which the hook does nothing at all. It also holds for
+        mode: 'fixed_point' (same bits always), 'truncate' (probable; PyTorch's own operators and
+            mmcv's functions stay as they are), or 'off', with which the hook does nothing at all. It also holds for
             extractors that have a mode of their own.
         strict: True raises when a CUDA operator runs that is known to differ from run to run and
             is not covered; 'warn' warns once per operator.
@@ -50,7 +50,7 @@ class TruncdetHook(Hook):  # type: ignore[misc]
     Raises:
         ValueError: for an unknown key, mode or level, and for literal without 'truncate'.
         TypeError: for a value of a wrong type.
-        TruncdetError: before the run, if torch's version is outside the tested range.
+        TruncdetError: before the run, if torch's or mmcv's version is outside the tested range.
     """
 
     # First, so that hooks that copy the model before the run copy the swapped layers.
@@ -84,9 +84,10 @@ class TruncdetHook(Hook):  # type: ignore[misc]
         model = runner.model
         while is_model_wrapper(model):
             model = model.module
-        # RoI layers are swapped in this model alone. PyTorch's own operators have no layers to
-        # swap: they are patched while the run lasts.
-        self._scope = Hold(mode=self.mode, strict=self.strict, frameworks=("torch",))
+        # RoI layers are swapped in this model alone. What has no layer to swap, PyTorch's own
+        # operators and mmcv's functions, nms above all, is patched while the run lasts.
+        patches = ("torch", "mmcv") if self.mode == "fixed_point" else ("torch",)
+        self._scope = Hold(mode=self.mode, strict=self.strict, frameworks=patches)
         try:
             _seed_hashes(runner.seed, self._scope)
             conversion = convert(model, self.mode, literal=self.literal)

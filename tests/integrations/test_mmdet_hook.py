@@ -17,12 +17,14 @@ import _mmdet_tiny as tiny
 import mmcv.ops
 import pytest
 import torch
+from mmcv.ops.nms import NMSop
 from mmdet.registry import MODELS
 from mmdet.utils import register_all_modules
 from mmengine.config import Config, DictAction
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from truncdet.integrations import aten
+from truncdet.integrations import mmcv as mmcv_patch
 from truncdet.integrations import mmdet as mm
 from truncdet.integrations import torchvision as tv
 from truncdet.integrations._aten_table import OPERATORS
@@ -43,6 +45,7 @@ def outside() -> dict[str, Any]:
         **flags,
         **{k: os.environ.get(k) for k in ("CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED")},
         "aten": aten.mode(),
+        "mmcv": mmcv_patch.mode(),
     }
 
 
@@ -106,6 +109,7 @@ def test_every_layer_is_swapped_and_the_scope_ends_with_the_run(mode: str) -> No
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "PYTHONHASHSEED": "3",
         "aten": "off" if mode == "truncate" else mode,
+        "mmcv": "off" if mode == "truncate" else mode,
     }
     hook.after_run(runner)
     assert outside() == before
@@ -131,6 +135,21 @@ def test_pytorchs_own_operators_are_covered_for_the_run_and_no_longer() -> None:
         hook.before_run(runner)
         hook.after_run(runner)
         assert aten.mode() == inside
+
+
+def test_equal_scores_keep_their_order_for_the_run_and_no_longer() -> None:
+    corners = 10 * torch.arange(200.0)[:, None]
+    boxes, scores = torch.cat([corners, corners, corners + 5, corners + 5], 1), torch.ones(200)
+    before = vars(NMSop).get("apply")
+    hook, runner = mm.TruncdetHook(verbose=False), stub(torch.nn.Linear(1, 1))
+    hook.before_run(runner)
+    assert mmcv.ops.nms(boxes, scores, 0.5)[1].tolist() == list(range(200))
+    hook.after_run(runner)
+    assert vars(NMSop).get("apply") is before
+    with mmcv_patch.patched("truncate"):
+        hook.before_run(runner)
+        hook.after_run(runner)
+        assert mmcv_patch.mode() == "truncate"
 
 
 def test_a_scope_that_outlives_the_run_keeps_them_covered() -> None:
