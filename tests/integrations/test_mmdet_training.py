@@ -53,8 +53,8 @@ def train(kind: str, way: str = "plain", order: int | None = None, again: int = 
         cfg = tiny.config(kind)
     if name == "hook":
         cfg.custom_hooks = [{"type": "TruncdetHook", "mode": mode}]
-    around = {"patch": lambda: mm.patched(mode), "key": ties_in_order}.get(name, nullcontext)
-    with around():
+    patch = mm.patched(mode) if name == "patch" else nullcontext()
+    with patch, ties_in_order() if way == "key fixed_point" else nullcontext():
         before = None if order is None else _permute(order)
         return tiny.Training(cfg, before)
 
