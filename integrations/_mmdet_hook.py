@@ -26,10 +26,10 @@ class TruncdetHook(Hook):  # type: ignore[misc]
 
     Before the run (training, validation or test): every RoI layer of the built model becomes
     reproducible in place, PyTorch's own operators and mmcv's functions are patched
-    (truncdet.integrations.aten and .mmcv), cuDNN's and cuBLAS's switches are set, worker processes that mmengine spawns get a hash seed, and what
-    now holds is logged as a table. Each checkpoint's `meta['truncdet']` records version, mode,
-    literal and strict. After the run kernels, switches and environment are what they were; the
-    layers stay swapped.
+    (truncdet.integrations.aten and .mmcv), cuDNN's and cuBLAS's switches are set, worker processes
+    that mmengine spawns get a hash seed, and what now holds is logged as a table. Each checkpoint's
+    `meta['truncdet']` records version, mode, literal and strict. After the run kernels, switches
+    and environment are what they were; the layers stay swapped.
 
     Example:
         >>> from mmengine.registry import HOOKS
@@ -39,8 +39,8 @@ class TruncdetHook(Hook):  # type: ignore[misc]
 
     Args:
         mode: 'fixed_point' (same bits always), 'truncate' (probable; PyTorch's own operators and
-            mmcv's functions stay as they are), or 'off', with which the hook does nothing at all. It also holds for
-            extractors that have a mode of their own.
+            mmcv's functions stay as they are), or 'off', with which the hook does nothing at all.
+            It also holds for extractors that have a mode of their own.
         strict: True raises when a CUDA operator runs that is known to differ from run to run and
             is not covered; 'warn' warns once per operator.
         literal: with 'truncate', the published recipe as it is written: RoIs in half too.
