@@ -1,12 +1,13 @@
 # From a bare machine to a result: `make demo` and `make test` set up .venv, build, and run.
 #   PYTHON=python3.12  the Python that .venv is made of
 #   EXT=auto           which extension (auto, none, cpu, cuda) instead of what each target picks
+#   JOBS=2             how many processes run the tests
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-.PHONY: rest demo test frameworks test-frameworks lint clean
+.PHONY: demo test test-rest frameworks test-frameworks lint clean
 
 PYTHON ?= python3
 V := .venv
@@ -22,6 +23,9 @@ DEMO_EXT := $(or $(EXT),$(if $(shell nvidia-smi -L 2>/dev/null),auto,$(COMPILED)
 
 TORCH := 'torch>=2.11,<2.15' 'torchvision>=0.26,<0.30'
 BUILD_TOOLS := 'setuptools>=77,<81' wheel ninja numpy
+# Tests of one file share what is costly to make, such as trainings. JOBS=0 is one process.
+JOBS ?= 2
+PYTEST := pytest -n $(JOBS) --dist loadfile
 LINT_TOOLS := $(shell sed -nE 's/^ +((ruff|clang-format|mypy)==.*)/\1/p' setup.cfg)
 BUILT_FROM := setup.py setup.cfg pyproject.toml $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
@@ -29,18 +33,18 @@ CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -
 # What compares bits: these run a second time on the pure-PyTorch reference.
 CORE := $(wildcard $(addprefix tests/test_,fixedpoint*.py scatter*.py roi_*.py digest*.py resample*.py interpolate*.py adaptive*.py grid_sample*.py ms_deform_attn*.py deform*.py nll_loss*.py cross_entropy*.py ctc_loss*.py nms*.py topk*.py sine_cosine*.py))
 
-# What does not.
+# What does not: once is enough, CI runs it twice.
 REST := $(filter-out $(CORE),$(wildcard tests/test_*.py)) tests/integrations
 
 demo: $(V)/built-$(DEMO_EXT)
 	$(BIN)/truncdet demo
 
 test: $(V)/built-$(TEST_EXT)
-	TRUNCDET_EXPECT_EXT=$(TEST_EXT) $(BIN)/pytest
-	TRUNCDET_EXT=none $(BIN)/pytest $(CORE)
+	TRUNCDET_EXPECT_EXT=$(TEST_EXT) $(BIN)/$(PYTEST)
+	TRUNCDET_EXT=none $(BIN)/$(PYTEST) $(CORE)
 
-rest:
-	@echo $(REST)
+test-rest: $(V)/built-$(TEST_EXT)
+	TRUNCDET_EXT=none TRUNCDET_EXPECT_EXT=none $(BIN)/$(PYTEST) $(REST)
 
 frameworks: $(FRAMEWORKS)/ready
 
@@ -49,7 +53,7 @@ frameworks: $(FRAMEWORKS)/ready
 WITH_FRAMEWORKS := tests/integrations $(addprefix tests/test_,docstrings.py status.py switch.py)
 
 test-frameworks: $(FRAMEWORKS)/ready $(V)/built-$(TEST_EXT)
-	TRUNCDET_EXPECT_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python -m pytest --disable-warnings \
+	TRUNCDET_EXPECT_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python -m $(PYTEST) --disable-warnings \
 	  $(WITH_FRAMEWORKS)
 
 lint: $(V)/lint-tools
