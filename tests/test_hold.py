@@ -10,14 +10,15 @@ import torch
 from truncdet.integrations import torchvision as tv
 
 import truncdet
-from truncdet._switch import Hold, _stack
+from truncdet._scopes import stack
+from truncdet._switch import Hold
 
 
 @pytest.fixture(autouse=True)
 def untouched() -> Iterator[None]:
     before = torch.backends.cudnn.deterministic
     yield
-    assert not _stack and not tv.is_patched()
+    assert not stack and not tv.is_patched()
     assert torch.backends.cudnn.deterministic == before
 
 
@@ -29,7 +30,7 @@ def test_a_forgotten_hold_takes_nothing_with_it() -> None:
     gc.collect()
     assert tv.mode() == "fixed_point" and torch.backends.cudnn.deterministic
     assert truncdet.disable()
-    assert _stack == [scope] and tv.mode() == "fixed_point"
+    assert stack == [scope] and tv.mode() == "fixed_point"
     with truncdet.deterministic(mode="off"):
         assert tv.mode() == "off"
     truncdet._switch._release(scope)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from truncdet.integrations import torchvision as tv
 
 import truncdet
-from truncdet import TruncdetError, _switch
+from truncdet import TruncdetError, _scopes
 from truncdet.testing import assert_bitwise_equal
 
 
@@ -23,7 +23,7 @@ def nothing_stays_patched():
     original = torchvision.ops.roi_align
     yield
     assert torchvision.ops.roi_align is original
-    assert tv.mode() == "off" and not _switch._stack
+    assert tv.mode() == "off" and not _scopes.stack
 
 
 def test_unpatching_under_warnings_as_errors_is_complete(monkeypatch):
@@ -54,7 +54,7 @@ def test_an_outer_scope_ends_though_an_inner_one_fails_to():
     foreign.__exit__(None, None, None)
     for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
         mode.__exit__(None, None, None)
-    assert not _switch._stack and not truncdet.disable()
+    assert not _scopes.stack and not truncdet.disable()
     assert torch.backends.cudnn.benchmark == benchmark
 
 

@@ -14,7 +14,7 @@ from truncdet.integrations import _alive, _patch, aten
 from truncdet.integrations import torchvision as tv
 
 import truncdet
-from truncdet import _frameworks, _switch
+from truncdet import _frameworks, _scopes, _switch
 
 
 def everything() -> dict[str, object]:
@@ -33,7 +33,7 @@ def everything() -> dict[str, object]:
         "numpy": str(numpy.random.get_state()),
         "torch": torch.get_rng_state().tolist(),
         "dispatch": torch._C._len_torch_dispatch_stack(),
-        "open": len(_switch._stack),
+        "open": len(_scopes.stack),
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from truncdet._frameworks import installed
 from truncdet._operators import ROWS
+from truncdet._scopes import failures, notes
 from truncdet._status_rows import PARTS, framework_rows, own_rows, torch_rows
 from truncdet._status_rows import Row as Row
 from truncdet._text_table import aligned
@@ -73,7 +74,6 @@ def status() -> Status:
         A `Status` with `rows` (operator, framework, tier, covered_by, mode), `notes`, `print()`
         and `as_dict()`; `covered_by` is 'not covered' where nothing holds.
     """
-    from truncdet._switch import failures, notes
     from truncdet.integrations._alive import converted_notes
 
     failed = failures()

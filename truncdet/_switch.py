@@ -15,21 +15,13 @@ from typing import Any
 from truncdet import _flags, _frameworks, _seed, _strict
 from truncdet._errors import TruncdetError
 from truncdet._mode import check_mode
+from truncdet._scopes import Scope, stack
 from truncdet._status import Status, status
 
 _MODES = ("fixed_point", "truncate", "off")
 
 
-class _Scope:
-    def __init__(self) -> None:
-        self.undo = ExitStack()
-        self.notes: list[str] = []
-        self.failures: dict[str, str] = {}
-        self.checker: _strict.StrictMode | None = None
-
-
-_stack: list[_Scope] = []
-_enabled: list[_Scope] = []  # those of _stack that enable() opened
+_enabled: list[Scope] = []  # those of the stack that enable() opened
 _lock = threading.RLock()
 
 
@@ -102,7 +94,7 @@ def disable() -> bool:
         if not _enabled:
             return False
         scope = _enabled[-1]
-        if _stack[-1] is not scope:
+        if stack[-1] is not scope:
             raise TruncdetError(
                 "disable: enable() must be the innermost scope, got an open deterministic() block"
             )
@@ -202,16 +194,6 @@ class Hold:
             _release(self._scope)
 
 
-def notes() -> tuple[str, ...]:
-    """Returns what the open scopes have to say, each sentence once."""
-    return tuple(dict.fromkeys(note for scope in _stack for note in scope.notes))
-
-
-def failures() -> dict[str, str]:
-    """Returns the frameworks that open scopes could not import to patch them, and the errors."""
-    return {name: error for scope in _stack for name, error in scope.failures.items()}
-
-
 def _checked(
     where: str,
     seed: int | None,
@@ -243,8 +225,8 @@ def _told(verbose: bool) -> Status:
 
 def _open(
     seed: int | None, mode: str, strict: bool | str, frameworks: tuple[str, ...] | None
-) -> _Scope:
-    scope = _Scope()
+) -> Scope:
+    scope = Scope()
     # If a step fails, the ones before it are undone by the exit of this block.
     with scope.undo as undo:
         scope.notes += _flags.set_flags(undo)
@@ -264,17 +246,17 @@ def _open(
             scope.checker.__enter__()
             undo.callback(_strict.leave, scope.checker)
         scope.undo = undo.pop_all()
-    _stack.append(scope)
+    stack.append(scope)
     return scope
 
 
-def _close(scope: _Scope) -> None:
+def _close(scope: Scope) -> None:
     """Closes a scope and those opened inside it that are still open, innermost first."""
-    if scope not in _stack:
+    if scope not in stack:
         return
     inner_first = []
-    while scope in _stack:
-        top = _stack.pop()
+    while scope in stack:
+        top = stack.pop()
         if top in _enabled:
             _enabled.remove(top)
         inner_first.append(top)
@@ -284,14 +266,14 @@ def _close(scope: _Scope) -> None:
             closing.push(top.undo)
 
 
-def _release(scope: _Scope) -> None:
+def _release(scope: Scope) -> None:
     """Closes a scope; if others were opened inside it, the next one inherits what is to undo."""
-    if scope not in _stack or _stack[-1] is scope:
+    if scope not in stack or stack[-1] is scope:
         _close(scope)
         return
-    above = _stack[_stack.index(scope) + 1]
+    above = stack[stack.index(scope) + 1]
     with ExitStack() as undo:
         undo.push(scope.undo)
         undo.push(above.undo)
         above.undo = undo.pop_all()
-    _stack.remove(scope)
+    stack.remove(scope)

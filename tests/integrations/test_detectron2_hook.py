@@ -21,7 +21,7 @@ from truncdet.integrations import torchvision as tv
 from truncdet.integrations.detectron2 import TruncdetHook, add_truncdet_config, build_hook
 
 import truncdet
-from truncdet import _seed, _switch
+from truncdet import _scopes, _seed
 from truncdet.testing import assert_bitwise_equal
 
 LAYER: Any = sys.modules["detectron2.layers.roi_align"]
@@ -40,7 +40,7 @@ def surroundings() -> dict[str, Any]:
         "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
         "fill": torch.utils.deterministic.fill_uninitialized_memory,
         "cublas": os.environ.get(CUBLAS),
-        "notes": _switch.notes(),
+        "notes": _scopes.notes(),
         "dispatch modes": torch.utils._python_dispatch._len_torch_dispatch_stack(),
     }
 

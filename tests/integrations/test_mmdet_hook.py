@@ -31,7 +31,7 @@ from truncdet.integrations._aten_table import OPERATORS
 from truncdet.integrations._layers import swap_of
 
 import truncdet
-from truncdet import _seed, _strict, _switch
+from truncdet import _scopes, _seed, _strict
 
 DOTTED = "default_hooks.truncdet.type=truncdet.integrations.mmdet.TruncdetHook"
 FLAGS = ("deterministic", "benchmark")
@@ -63,7 +63,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     restore()
     assert (outside(), kernels()) == before
-    assert not _switch._stack
+    assert not _scopes.stack
 
 
 class Logger:
