@@ -4,6 +4,8 @@
 // Integer addition is associative: threads and devices may add in any order.
 #pragma once
 
+#include <vector>
+
 #include "checks.h"
 
 namespace truncdet {
@@ -52,32 +54,46 @@ inline void check_digest(const Tensor& words, const Tensor& sums, int64_t slot, 
                  "_digest_words: words and sums must be on one device");
 }
 
+// For `_digest_many`, whose tensor i has slot + i.
+inline void check_digest_many(const std::vector<Tensor>& tensors, const Tensor& sums,
+                              int64_t slot) {
+  TRUNCDET_CHECK(sums.scalar_type() == ScalarType::Long && sums.dim() == 1 && sums.is_contiguous(),
+                 "_digest_many: sums must be a contiguous vector of int64");
+  const int64_t count = static_cast<int64_t>(tensors.size());
+  TRUNCDET_CHECK(slot >= 0 && slot <= sums.numel() - count, "_digest_many: slot must be from 0 to ",
+                 sums.numel() - count, ", got ", slot);
+  for (const Tensor& tensor : tensors) {
+    TRUNCDET_CHECK(is_dense(tensor), "_digest_many: tensors must be dense in memory");
+    TRUNCDET_CHECK(tensor.device() == sums.device(),
+                   "_digest_many: tensors and sums must be on one device");
+  }
+}
+
 }  // namespace truncdet
 
 // Runs `...` with `word_t` standing for an integer of the elements' size.
-#define TRUNCDET_DISPATCH_WORDS(element_size, ...)                                      \
-  switch (element_size) {                                                               \
-    case 1: {                                                                           \
-      using word_t = uint8_t;                                                           \
-      __VA_ARGS__();                                                                    \
-      break;                                                                            \
-    }                                                                                   \
-    case 2: {                                                                           \
-      using word_t = int16_t;                                                           \
-      __VA_ARGS__();                                                                    \
-      break;                                                                            \
-    }                                                                                   \
-    case 4: {                                                                           \
-      using word_t = int32_t;                                                           \
-      __VA_ARGS__();                                                                    \
-      break;                                                                            \
-    }                                                                                   \
-    case 8: {                                                                           \
-      using word_t = int64_t;                                                           \
-      __VA_ARGS__();                                                                    \
-      break;                                                                            \
-    }                                                                                   \
-    default:                                                                            \
-      TRUNCDET_CHECK(false, "_digest_words: words must be of 1, 2, 4 or 8 bytes, got ", \
-                     element_size);                                                     \
+#define TRUNCDET_DISPATCH_WORDS(element_size, ...)                                              \
+  switch (element_size) {                                                                       \
+    case 1: {                                                                                   \
+      using word_t = uint8_t;                                                                   \
+      __VA_ARGS__();                                                                            \
+      break;                                                                                    \
+    }                                                                                           \
+    case 2: {                                                                                   \
+      using word_t = int16_t;                                                                   \
+      __VA_ARGS__();                                                                            \
+      break;                                                                                    \
+    }                                                                                           \
+    case 4: {                                                                                   \
+      using word_t = int32_t;                                                                   \
+      __VA_ARGS__();                                                                            \
+      break;                                                                                    \
+    }                                                                                           \
+    case 8: {                                                                                   \
+      using word_t = int64_t;                                                                   \
+      __VA_ARGS__();                                                                            \
+      break;                                                                                    \
+    }                                                                                           \
+    default:                                                                                    \
+      TRUNCDET_CHECK(false, "digest: words must be of 1, 2, 4 or 8 bytes, got ", element_size); \
   }

@@ -7,9 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import trace_cases as cases
@@ -49,21 +50,34 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def audit(*arguments: object) -> Any:
-    return subprocess.run(
-        [sys.executable, "-m", "truncdet", "audit", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+class Done(NamedTuple):
+    """How a command ended, and all that it and what it ran wrote."""
+
+    returncode: int
+    text: str
 
 
-def test_an_equal_script_is_equal(script: Path, tmp_path: Path) -> None:
+Audit = Callable[..., Done]
+
+
+@pytest.fixture
+def audit(capfd: pytest.CaptureFixture[str]) -> Audit:
+    """The command in this process, which has imported torch already; what it runs has its own."""
+
+    def run(*arguments: object) -> Done:
+        capfd.readouterr()
+        done = CliRunner().invoke(main, ["audit", *map(str, arguments)])
+        out, err = capfd.readouterr()
+        return Done(done.exit_code, done.output + out + err)
+
+    return run
+
+
+def test_an_equal_script_is_equal(script: Path, tmp_path: Path, audit: Audit) -> None:
     verdict, traces = tmp_path / "v.json", tmp_path / "traces"
     done = audit("--json", verdict, "--traces", traces, "--", sys.executable, script, "--flag")
-    assert done.returncode == 0, done.stderr
-    assert "arguments ['--flag']" in done.stdout  # the script's own
+    assert done.returncode == 0, done.text
+    assert "arguments ['--flag']" in done.text  # the script's own
     found = json.loads(verdict.read_text())
     assert (found["schema"], found["equal"], found["steps_compared"]) == (1, True, 4)
     # What was kept can be compared again.
@@ -71,12 +85,12 @@ def test_an_equal_script_is_equal(script: Path, tmp_path: Path) -> None:
     assert CliRunner().invoke(main, ["compare", *pair]).exit_code == 0
 
 
-def test_a_script_that_differs_is_explained(script: Path, tmp_path: Path) -> None:
+def test_a_script_that_differs_is_explained(script: Path, tmp_path: Path, audit: Audit) -> None:
     verdict, report = tmp_path / "v.json", tmp_path / "r.html"
     done = audit("--json", verdict, "--html", report, "--", sys.executable, script, "noise")
-    assert done.returncode == 1, done.stderr
-    assert "step 2, data: the batch differs" in done.stdout
-    assert "what helps: seed the sampler and the workers" in done.stdout
+    assert done.returncode == 1, done.text
+    assert "step 2, data: the batch differs" in done.text
+    assert "what helps: seed the sampler and the workers" in done.text
     found = json.loads(verdict.read_text())
     expected = {"step": 2, "phase": "data", "op": "batch", "elements": 1, "first_index": [1, 2]}
     assert {key: found[key] for key in expected} == expected and found["max_ulp"] > 0
@@ -84,22 +98,24 @@ def test_a_script_that_differs_is_explained(script: Path, tmp_path: Path) -> Non
     assert "Different" in page and "seed the sampler" in page
 
 
-def test_what_cannot_be_told_exits_with_2(script: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_told_exits_with_2(script: Path, tmp_path: Path, audit: Audit) -> None:
     done = audit("--", sys.executable, "-c", "print(1)")
-    assert done.returncode == 2 and "no training was recorded" in done.stdout
+    assert done.returncode == 2 and "no training was recorded" in done.text
     done = audit("--", sys.executable, script, "crash")
-    assert done.returncode == 2 and "ended with status 1, equal in all 3 steps" in done.stdout
+    assert done.returncode == 2 and "ended with status 1, equal in all 3 steps" in done.text
     done = audit("--", sys.executable, script, "alternate", tmp_path / "mark")
-    assert done.returncode == 2 and "ends after 2 steps" in done.stdout
+    assert done.returncode == 2 and "ends after 2 steps" in done.text
     done = audit("--", tmp_path / "missing")
-    assert done.returncode == 2 and "No such file" in done.stderr
+    assert done.returncode == 2 and "No such file" in done.text
 
 
-def test_runs_can_be_cut_short_and_seen_operator_by_operator(script: Path, tmp_path: Path) -> None:
+def test_runs_can_be_cut_short_and_seen_operator_by_operator(
+    script: Path, tmp_path: Path, audit: Audit
+) -> None:
     verdict = tmp_path / "v.json"
     options = ("--steps", 2, "--level", "op", "--runs", 3, "--json", verdict)
     done = audit(*options, "--", sys.executable, script, "noise")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.text
     assert json.loads(verdict.read_text())["steps_compared"] == 2
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from truncdet._trace_backward import entries, nodes
+from truncdet._trace_entries import entries, nodes
 from truncdet._trace_values import tensors
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from truncdet import _trace_modules as modules
 from truncdet._trace_file import Trace
 from truncdet._trace_ops import OpRecorder, Sources
 from truncdet._trace_recorder import Place, Recorder
-from truncdet._trace_values import tensors
+from truncdet._trace_state import State
 from truncdet._version import __version__
 
 LEVELS = ("module", "op")
@@ -77,19 +77,21 @@ def record(
         "python": platform.python_version(),
     }
     recorder = Recorder(head, None if path is None else Path(path), every, keep)
-    owners, sources = backward.Owners(), Sources()
+    sources, state = Sources(), State(recorder, model)
+    of_node = sources.of_node if level == "op" else _nowhere
+    owners = backward.Owners(backward.NodeHooks(recorder, of_node))
     complete = False
     try:
         with ExitStack() as undo:
-            for remove in modules.attach(model, recorder, owners):
+            for remove in modules.attach(model, recorder, owners, state):
                 undo.callback(remove)
             if optimizer is None:
-                hook = model.register_forward_pre_hook(_next_step(recorder), prepend=True)
-                undo.callback(hook.remove)
+                close = _next_step(recorder, owners)
+                undo.callback(model.register_forward_pre_hook(close, prepend=True).remove)
             else:
-                for remove in _attach_optimizer(model, optimizer, recorder):
+                for remove in _attach_optimizer(optimizer, recorder, owners, state):
                     undo.callback(remove)
-            undo.enter_context(backward.observed(recorder, owners, sources.of_node))
+            undo.enter_context(backward.observed(recorder, owners))
             if level == "op":
                 undo.enter_context(OpRecorder(recorder, owners, sources))
             yield recorder.trace
@@ -99,7 +101,7 @@ def record(
 
 
 def _attach_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder
+    optimizer: torch.optim.Optimizer, recorder: Recorder, owners: backward.Owners, state: State
 ) -> list[Callable[[], object]]:
     depth = [0]
 
@@ -107,19 +109,17 @@ def _attach_optimizer(
     def before(*_: Any) -> None:
         depth[0] += 1
         if depth[0] == 1:
-            modules.see_state(model, recorder, "gradient")
+            state.see("gradient")
 
     def after(*_: Any) -> None:
         depth[0] -= 1
         if depth[0] > 0:
             return
         depth[0] = 0
-        modules.see_state(model, recorder, "parameter")
-        for number, state in enumerate(optimizer.state.values()):
-            for slot, tensor in tensors(state):
-                name = type(optimizer).__name__
-                recorder.see_tensor("optimizer", "", name, "state", f"[{number}]{slot}", tensor)
+        state.see("parameter")
+        state.see_optimizer(optimizer)
         recorder.close_step()
+        owners.forget()
 
     return [
         optimizer.register_step_pre_hook(before).remove,
@@ -127,12 +127,18 @@ def _attach_optimizer(
     ]
 
 
-def _next_step(recorder: Recorder) -> Callable[..., None]:
+def _next_step(recorder: Recorder, owners: backward.Owners) -> Callable[..., None]:
     def close(*_: Any) -> None:
         if recorder.opened:
             recorder.close_step()
+            owners.forget()
 
     return close
+
+
+def _nowhere(node: object) -> str:
+    """The source line of a node where lines are not noted."""
+    return ""
 
 
 def _check(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,123 +9,123 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from truncdet._trace_entries import Node, entries
 from truncdet._trace_recorder import Recorder
-
-Node = Any  # torch.autograd.graph.Node; accumulators of leaves have no name of their own
+from truncdet._trace_site import Site
 
 
 class Owners:
-    """Which module a node of the graph belongs to: the innermost whose forward made it."""
+    """Which module a node of the graph belongs to: the innermost whose forward made it.
 
-    def __init__(self) -> None:
-        self._of: dict[Node, str] = {}
-        self._border: set[Node] = set()
+    It is noted on the nodes, so that graphs live no longer than they would. `found` is called once
+    with each node that runs operators, and the path of its module.
+    """
+
+    def __init__(self, found: Callable[[Node, str], None]) -> None:
+        self._found = found
+        self._mine, self._input = object(), object()  # names of our own among a node's notes
+        self._cut: list[Node] = []  # where claims ended, at what made a module's input
 
     def border(self, tensor: Tensor) -> None:
         """What made a module's input is not that module's."""
-        if tensor.grad_fn is not None:
-            self._border.add(tensor.grad_fn)
+        node: Node = tensor.grad_fn
+        if node is not None and self._mine not in node.metadata:
+            node.metadata[self._input] = True
+            self._cut.append(node)
 
     def claim(self, path: str, output: Tensor) -> None:
         """Gives the nodes behind a module's output to it, up to its inputs and its parts."""
-        stack = [output.grad_fn]
-        while stack:
-            node = stack.pop()
-            if node is None or node in self._of:
-                continue
-            if node in self._border and node is not output.grad_fn:
-                continue
-            self._of[node] = path
-            stack += (child for child, _ in node.next_functions)
+        node: Node = output.grad_fn
+        if node is None or self._mine in node.metadata:
+            return
+        self._take(node, path)
+        self._walk(node, path, self._input)
+
+    def rest(self, roots: Iterable[Tensor]) -> None:
+        """Gives what no module's forward made, as a loss beside it, to none."""
+        cut, self._cut = self._cut, []
+        for node in [*(root.grad_fn for root in roots if isinstance(root, Tensor)), *cut]:
+            if node is not None and self._mine not in node.metadata:
+                self._take(node, "")
+                self._walk(node, "", None)
 
     def of(self, node: Node) -> str:
-        return self._of.get(node, "")
+        path: str = node.metadata.get(self._mine, "")
+        return path
 
     def forget(self) -> None:
-        """Lets go of the graph, which would otherwise stay in memory."""
-        self._of.clear()
-        self._border.clear()
+        """Lets go of the nodes of a step."""
+        self._cut.clear()
+
+    def _walk(self, node: Node, path: str, end: object) -> None:
+        """Takes what is behind a node, up to what is taken already, or noted as an `end`."""
+        stack = [node]
+        while stack:
+            for child, _ in stack.pop().next_functions:
+                if child is not None:
+                    notes = child.metadata
+                    if self._mine not in notes and end not in notes:
+                        self._take(child, path)
+                        stack.append(child)
+
+    def _take(self, node: Node, path: str) -> None:
+        node.metadata[self._mine] = path
+        self._found(node, path)
 
 
 @contextmanager
-def entries(prepare: Callable[[tuple[Tensor, ...]], list[Any]]) -> Iterator[None]:
-    """While it lasts, torch.autograd's two entries call `prepare` with the tensors they start
-    from first, and remove the hooks that it returns afterwards."""
-    autograd: Any = torch.autograd
-    before = autograd.backward, autograd.grad
-
-    def entry(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-            # A compiler takes gradients of stand-ins, which have no bits.
-            if torch._guards.TracingContext.try_get() is not None:
-                return original(tensors, *args, **kwargs)
-            hooks = prepare(roots)
-            try:
-                return original(tensors, *args, **kwargs)
-            finally:
-                for hook in hooks:
-                    hook.remove()
-
-        return run
-
-    # Attributes that Tensor.backward looks up at every call.
-    autograd.backward, autograd.grad = map(entry, before)
-    try:
-        yield
-    finally:
-        autograd.backward, autograd.grad = before
-
-
-def nodes(roots: Iterable[Tensor]) -> Iterator[Node]:
-    """Every node behind the tensors, once."""
-    seen: set[Node] = set()
-    stack = [root.grad_fn for root in roots if isinstance(root, Tensor)]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        stack += (child for child, _ in node.next_functions)
-
-
-@contextmanager
-def observed(recorder: Recorder, owners: Owners, source: Callable[[Node], str]) -> Iterator[None]:
-    """While it lasts, what each node of a backward takes and gives is observed.
-
-    `source` tells the source line behind a node, or ''.
-    """
+def observed(recorder: Recorder, owners: Owners) -> Iterator[None]:
+    """While it lasts, nodes that no module made are found when a backward starts."""
 
     def prepare(roots: tuple[Tensor, ...]) -> list[Any]:
-        if not recorder.on:
-            return []
-        if len(roots) == 1:
-            recorder.see_loss("loss", roots[0])
-        hooks = []
-        for node in nodes(roots):
-            name = node.name()
-            if not name.endswith("AccumulateGrad"):  # gradients of leaves are observed as such
-                watch = functools.partial(_see, recorder, owners.of(node), name, source(node))
-                hooks.append(node.register_hook(watch))
-        return hooks
+        if recorder.on:
+            if len(roots) == 1:
+                recorder.see_loss("loss", roots[0])
+            owners.rest(roots)
+        return []
 
     with entries(prepare):
         yield
 
 
-def _see(
-    recorder: Recorder,
-    path: str,
-    name: str,
-    source: str,
-    given: tuple[Tensor | None, ...],
-    taken: tuple[Tensor | None, ...],
-) -> None:
-    for kind, gradients in (("in", taken), ("out", given)):
-        for slot, gradient in enumerate(gradients):
-            if gradient is not None and gradient.layout == torch.strided:
-                recorder.see_tensor(
-                    "backward", path, name, kind, str(slot), gradient, known=True, source=source
-                )
+class NodeHooks:
+    """Observes what nodes of a backward take and give.
+
+    The hooks stay with the graph. After the recording they do nothing.
+
+    Args:
+        recorder: told of the gradients.
+        source: tells the source line behind a node, or ''.
+    """
+
+    def __init__(self, recorder: Recorder, source: Callable[[Node], str]) -> None:
+        self._recorder, self._source = recorder, source
+        self._hooks: dict[tuple[str, str, str], Callable[..., None]] = {}
+
+    def __call__(self, node: Node, path: str) -> None:
+        name = node.name()
+        if name.endswith("AccumulateGrad"):  # gradients of leaves are observed as such
+            return
+        source = self._source(node)
+        hook = self._hooks.get((path, name, source))
+        if hook is None:
+            one, other = (Site("backward", path, name, kind, source) for kind in ("in", "out"))
+            hook = self._hooks[path, name, source] = _hook(self._recorder, one, other)
+        node.register_hook(hook)
+
+
+_SLOTS = tuple(map(str, range(4096)))  # more gradients than a node takes or gives
+
+
+def _hook(recorder: Recorder, taken: Site, given: Site) -> Callable[..., None]:
+    def see(gives: tuple[Tensor | None, ...], takes: tuple[Tensor | None, ...]) -> None:
+        if recorder.on:
+            found = [
+                (site, slot, gradient)
+                for site, gradients in ((taken, takes), (given, gives))
+                for slot, gradient in zip(_SLOTS, gradients, strict=False)
+                if gradient is not None and gradient.layout is torch.strided
+            ]
+            recorder.see(found, known=True)
+
+    return see

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from truncdet._trace_backward import Owners
 from truncdet._trace_recorder import Recorder
+from truncdet._trace_site import Site
 from truncdet._trace_values import tensors
 
 _autograd: Any = torch.autograd
@@ -55,6 +56,7 @@ class OpRecorder(TorchDispatchMode):
     def __init__(self, recorder: Recorder, owners: Owners, sources: Sources) -> None:
         super().__init__()
         self._recorder, self._owners, self._sources = recorder, owners, sources
+        self._sites: dict[tuple[str, ...], Site] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -86,12 +88,14 @@ class OpRecorder(TorchDispatchMode):
     def _see(self, where: tuple[str, str, str], name: str, kind: str, value: Any) -> None:
         phase, module, source = where
         with self._recorder.working():
-            found = list(tensors(value))
-        scratch = any(part in name for part in _WITH_SCRATCH)
-        for slot, tensor in found:
-            if scratch and tensor.dtype == torch.uint8:
-                continue
-            self._recorder.see_tensor(phase, module, name, kind, slot, tensor, source=source)
+            found = tensors(value)
+        if any(part in name for part in _WITH_SCRATCH):
+            found = [(slot, tensor) for slot, tensor in found if tensor.dtype != torch.uint8]
+        about = phase, module, name, kind, source
+        site = self._sites.get(about)
+        if site is None:
+            site = self._sites[about] = Site(*about)
+        self._recorder.see([(site, slot, tensor) for slot, tensor in found])
 
 
 def _line() -> str:

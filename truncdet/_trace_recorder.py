@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from truncdet._trace_file import Key, Step, Trace, Writer
-from truncdet._trace_ring import Pending, Ring, layout
+from truncdet._trace_ring import Pending, Ring, made_plain
 from truncdet._trace_scalars import Scalars
+from truncdet._trace_site import Site
 
 _MOST = 100_000  # observations after which an unusually long step is written in parts
+Where = tuple[torch.device, int]  # a device and the number of a slot there
 
 
 class Place(NamedTuple):
@@ -32,13 +34,17 @@ class _Open(NamedTuple):
 
     number: int
     keys: list[Key]
-    where: list[tuple[torch.device, int]]
+    where: list[Where]
     digests: Pending
     losses: Scalars
 
 
+class _Busy(threading.local):
+    now = False
+
+
 class Recorder:
-    """Collects observations; hooks call `see`, and `close_step` when a step is over.
+    """Collects observations; hooks call `see` if `on`, and `close_step` when a step is over.
 
     Args:
         head: of the trace.
@@ -56,53 +62,84 @@ class Recorder:
         self.opened = False
         self.inside: list[str] = []  # paths of the modules whose forward is running
         self._writer = None if path is None else Writer(path, head)
-        self._ring = Ring()
+        self._ring = Ring(self.working)
         self._lock = threading.RLock()
         self._keys: list[Key] = []
-        self._where: list[tuple[torch.device, int]] = []
+        self._where: list[Where] = []
         self._losses = Scalars()
         self._flying: _Open | None = None
-        self._seen: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
-        self._busy = threading.local()
+        # By identity: version, memory and layout of what was observed in this step, and its slot.
+        self._seen: dict[int, tuple[weakref.ref[Tensor], int, int, str, Where]] = {}
+        self._busy = _Busy()
+        self._wanted = True
 
     @property
     def on(self) -> bool:
         """Whether this step is recorded, and the recorder is not at work itself in this thread."""
-        return self.number % self.every == 0 and not getattr(self._busy, "now", False)
+        return self._wanted and not self._busy.now
 
     @contextmanager
     def working(self) -> Iterator[None]:
         """While the recorder's own operators run, which are not to be observed."""
-        self._busy.now = True
+        before, self._busy.now = self._busy.now, True
         try:
             yield
         finally:
-            self._busy.now = False
+            self._busy.now = before
 
-    def see(self, key: Key, tensor: Tensor, *, known: bool = False) -> None:
-        """Observes a tensor; `known`: it may be one that has just been observed, unchanged."""
-        if not self.on:
-            return
-        with self._lock, self.working(), torch.no_grad():
-            number = self._known(tensor) if known else None
-            if number is None:
-                number = self._ring.add(tensor)
-                self._remember(tensor, number)
-            self._keys.append(key)
-            self._where.append((tensor.device, number))
-            if self.keep is not None and self.keep.step == self.number and self.keep.key == key:
-                self._keep(key, tensor)
-            if len(self._keys) >= _MOST:
+    def see(self, observed: Iterable[tuple[Site, str, Tensor]], *, known: bool = False) -> None:
+        """Observes tensors of one moment: sites, slots and values, digested before it returns.
+
+        `known`: they may have been observed before in this step. One that is the same object and
+        has not been written since has the same digest and is not read again.
+        """
+        # The hottest loop of a recording: it calls nothing that it can do itself.
+        with self._lock:
+            ring, keys, where = self._ring, self._keys, self._where
+            seen, keep = self._seen, self.keep
+            for site, slot, tensor in observed:
+                device = tensor.device
+                about = slot, tensor.dtype, tensor.shape, tensor.stride(), device
+                key, is_plain = site.known.get(about) or site.learn(about, tensor)
+                place, version = None, -1
+                if known:
+                    try:
+                        version, memory = tensor._version, tensor.data_ptr()
+                    except RuntimeError:  # tensors of inference mode have no version
+                        pass
+                    else:
+                        old = seen.get(id(tensor))
+                        if (
+                            old is not None
+                            and old[0]() is tensor
+                            and old[1] == version
+                            and old[2] == memory
+                            and old[3] == key.layout
+                        ):
+                            place = old[4]
+                if place is None:
+                    if is_plain and not tensor.is_neg():
+                        place = device, ring.put(tensor, device)
+                    else:
+                        with self.working(), torch.no_grad():
+                            place = device, ring.put(made_plain(tensor), device)
+                    if version >= 0:
+                        seen[id(tensor)] = weakref.ref(tensor), version, memory, key.layout, place
+                keys.append(key)
+                where.append(place)
+                if keep is not None and keep.step == self.number and keep.key == key:
+                    self._keep(key, tensor)
+            ring.flush()
+            if len(keys) >= _MOST:
                 self._send()
 
-    def see_tensor(
-        self, phase: str, module: str, op: str, kind: str, slot: str, tensor: Tensor,
-        *, known: bool = False, source: str = "",
-    ) -> None:  # fmt: skip
-        """`see` with the key made here."""
-        if self.on:
-            key = Key(phase, module, op, kind, slot, layout(tensor), source)
-            self.see(key, tensor, known=known)
+    def see_same(self, keys: list[Key], values: list[Tensor], device: torch.device) -> None:
+        """`see` for plain tensors of one device whose keys are known."""
+        with self._lock:
+            put = self._ring.put
+            self._where += [(device, put(value, device)) for value in values]
+            self._keys += keys
+            self._ring.flush()
 
     def see_loss(self, name: str, value: Tensor) -> None:
         """Keeps the value of a scalar, for the curves of a report."""
@@ -117,6 +154,7 @@ class Recorder:
                 self._send()
             self._seen.clear()
             self.number += 1
+            self._wanted = self.number % self.every == 0
             self.opened = False
 
     def finish(self, complete: bool) -> None:
@@ -126,6 +164,7 @@ class Recorder:
                 self._send()
             self._land()
             self._seen.clear()
+            self._wanted = False
             self.trace.complete = complete
             if self._writer is not None:
                 if complete:
@@ -147,32 +186,20 @@ class Recorder:
             return
         flying, self._flying = self._flying, None
         sums = flying.digests.read()
-        digests = [sums[device][slot] for device, slot in flying.where]
+        if len(sums) == 1:
+            (one,) = sums.values()
+            digests = [one[slot] for _, slot in flying.where]
+        else:
+            digests = [sums[device][slot] for device, slot in flying.where]
         step = Step(flying.number, flying.keys, digests, flying.losses.read())
         if self._writer is not None:
             self._writer.step(step)
         self.trace.append(step)
 
-    def _known(self, tensor: Tensor) -> int | None:
-        found = self._seen.get(id(tensor))
-        if found is None or found[0]() is not tensor or found[1] != _version(tensor):
-            return None
-        return found[2]
-
-    def _remember(self, tensor: Tensor, number: int) -> None:
-        version = _version(tensor)
-        if version is not None:
-            self._seen[id(tensor)] = (weakref.ref(tensor), version, number)
-
     def _keep(self, key: Key, tensor: Tensor) -> None:
         assert self.keep is not None
         # The observation itself is in the list already.
         if self._keys.count(key) - 1 == self.keep.occurrence and self.trace.kept is None:
-            self.trace.kept = {"place": self.keep, "values": tensor.detach().cpu().clone()}
-
-
-def _version(tensor: Tensor) -> int | None:
-    try:
-        return tensor._version
-    except RuntimeError:  # tensors of inference mode have none
-        return None
+            with self.working(), torch.no_grad():
+                values = tensor.detach().cpu().clone()
+            self.trace.kept = {"place": self.keep, "values": values}

@@ -6,23 +6,27 @@ strides are kept beside it by whoever asks.
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from truncdet._bits import bits
+from truncdet._digest_many import digest_many
 
 _CAPACITY = 4096  # slots of one buffer; a step takes as many buffers as it needs
 
 
-@dataclass
-class _Buffers:
-    """The buffers of one device that a step has filled."""
+class _Lane:
+    """The buffers of one device that a step has filled, and the tensors whose launch is due."""
 
-    full: list[Tensor] = field(default_factory=list)
-    used: int = _CAPACITY
+    __slots__ = ("buffers", "due", "used")
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+        self.used = _CAPACITY  # slots of the last buffer
+        self.due: list[Tensor] = []
 
 
 class Pending:
@@ -39,38 +43,52 @@ class Pending:
 
 
 class Ring:
-    """Takes tensors and hands out slots; thread-safe, since autograd has threads of its own."""
+    """Takes tensors and hands out slots; whoever calls it holds a lock.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._of: dict[torch.device, _Buffers] = {}
+    Tensors that are observed at one moment are digested by one launch: `put` them all, then
+    `flush`. Between the two nobody may change them, so the caller does nothing else in between.
 
-    def add(self, tensor: Tensor) -> int:
-        """The slot, of the tensor's device, that will hold its digest; nothing waits."""
-        device = tensor.device
-        with self._lock:
-            buffers = self._of.get(device)
-            if buffers is None:
-                buffers = self._of[device] = _Buffers()
-            if buffers.used == _CAPACITY:
-                buffers.full.append(self._buffer(device))
-                buffers.used = 0
-            sums, slot = buffers.full[-1], buffers.used
-            buffers.used += 1
-            number = (len(buffers.full) - 1) * _CAPACITY + slot
-        plain = tensor.detach()
-        if plain.is_complex() or plain.is_conj() or plain.is_neg() or not _dense(plain):
-            plain = bits(plain).contiguous()
-        torch.ops.truncdet._digest_words(plain, sums, slot, 0)
-        return number
+    Args:
+        unseen: a scope for operators that are not to be observed.
+    """
+
+    def __init__(self, unseen: Callable[[], AbstractContextManager[None]]) -> None:
+        self._unseen = unseen
+        self._lanes: dict[torch.device, _Lane] = {}
+
+    def put(self, tensor: Tensor, device: torch.device) -> int:
+        """The slot, of the tensor's device, that will hold the digest of a tensor that is `plain`
+        or was made so."""
+        lane = self._lanes.get(device)
+        if lane is None:
+            lane = self._lanes[device] = _Lane()
+        if lane.used == _CAPACITY:
+            self._launch(lane)
+            with self._unseen():
+                lane.buffers.append(torch.zeros(_CAPACITY, dtype=torch.int64, device=device))
+            lane.used = 0
+        lane.due.append(tensor)
+        lane.used += 1
+        return (len(lane.buffers) - 1) * _CAPACITY + lane.used - 1
+
+    def flush(self) -> None:
+        """Launches what was put; nothing waits for it."""
+        for lane in self._lanes.values():
+            self._launch(lane)
+
+    def _launch(self, lane: _Lane) -> None:
+        if lane.due:
+            due, lane.due = lane.due, []
+            digest_many(due, lane.buffers[-1], lane.used - len(due))
 
     def take(self) -> Pending:
         """Ends the step: what was added so far is sent to the host, and slots begin at 0 again."""
-        with self._lock:
-            filled, self._of = self._of, {}
+        self.flush()
+        filled, self._lanes = self._lanes, {}
         copies, events = {}, []
-        for device, buffers in filled.items():
-            whole = torch.cat(buffers.full) if len(buffers.full) > 1 else buffers.full[0]
+        for device, lane in filled.items():
+            whole = torch.cat(lane.buffers) if len(lane.buffers) > 1 else lane.buffers[0]
+            whole = whole[: (len(lane.buffers) - 1) * _CAPACITY + lane.used]
             if device.type != "cuda":
                 copies[device] = whole.cpu()
                 continue
@@ -82,9 +100,15 @@ class Ring:
             events.append(event)
         return Pending(copies, events)
 
-    @staticmethod
-    def _buffer(device: torch.device) -> Tensor:
-        return torch.zeros(_CAPACITY, dtype=torch.int64, device=device)
+
+def plain(tensor: Tensor) -> bool:
+    """Whether its words can be read as they lie in memory; a negative view looks plain."""
+    return not (tensor.is_complex() or tensor.is_conj()) and _dense(tensor)
+
+
+def made_plain(tensor: Tensor) -> Tensor:
+    """The words of a tensor that is not, in row-major order."""
+    return bits(tensor.detach()).contiguous()
 
 
 def _dense(tensor: Tensor) -> bool:

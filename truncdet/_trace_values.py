@@ -10,30 +10,50 @@ import torch
 from torch import Tensor, nn
 
 _DEEPEST = 8
+_WITHOUT = (str, bytes, int, float, complex, nn.Module, type)  # hold none, or none of a batch
+# Types of their own that no tracer has.
+_ORDINARY = (Tensor, nn.Parameter)
 
 
-def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors(value: Any, path: str = "") -> list[tuple[str, Tensor]]:
     """Tensors of mappings, sequences, dataclasses, arrays, and objects that list their fields.
 
     Objects of frameworks are asked for their fields the way these offer them (detectron2's
     `get_fields`, mmengine's `all_items`); others give the tensors among their attributes. What is
     too deep, or refers to itself, ends there.
     """
-    yield from _walk(value, path, _DEEPEST, set())
+    found: list[tuple[str, Tensor]] = []
+    _walk(value, path, _DEEPEST, set(), found)
+    return found
 
 
-def _walk(value: Any, path: str, depth: int, above: set[int]) -> Iterator[tuple[str, Tensor]]:
+def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """`tensors((args, kwargs))`, fast for the usual call: one tensor or a few."""
+    found: list[tuple[str, Tensor]] = []
+    for number, value in enumerate(args):
+        if type(value) not in _ORDINARY:
+            _walk(value, f"[0][{number}]", _DEEPEST - 2, set(), found)
+        elif readable(value):
+            found.append((f"[0][{number}]", value))
+    for name, value in kwargs.items():
+        _walk(value, f"[1][{name!r}]", _DEEPEST - 2, set(), found)
+    return found
+
+
+def _walk(
+    value: Any, path: str, depth: int, above: set[int], found: list[tuple[str, Tensor]]
+) -> None:
     if isinstance(value, Tensor):
-        if _readable(value):
-            yield path, value
+        if readable(value):
+            found.append((path, value))
         return
-    if value is None or isinstance(value, (str, bytes, int, float, complex, nn.Module, type)):
+    if value is None or isinstance(value, _WITHOUT):
         return
     if depth == 0 or id(value) in above:
         return
     above.add(id(value))
     for name, item in _items(value):
-        yield from _walk(item, f"{path}{name}", depth - 1, above)
+        _walk(item, f"{path}{name}", depth - 1, above, found)
     above.discard(id(value))
 
 
@@ -65,11 +85,11 @@ def _array(value: Any) -> Tensor | None:
         return None
 
 
-def _readable(tensor: Tensor) -> bool:
+def readable(tensor: Tensor) -> bool:
     """Whether it has words to read: dense, with data, and no stand-in of a tracer."""
     return (
-        tensor.layout == torch.strided
+        tensor.layout is torch.strided
         and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
         and not torch._is_functional_tensor(tensor)
-        and not isinstance(tensor, torch._subclasses.FakeTensor)
+        and (type(tensor) in _ORDINARY or not isinstance(tensor, torch._subclasses.FakeTensor))
     )
