@@ -94,6 +94,25 @@ def test_every_schedule_of_roi_pool_gives_the_bits_of_the_cpu(dtype, memory_form
 
 
 @pytest.mark.cuda
+@needs_cuda_kernels
+@each_dtype
+@each_format
+@pytest.mark.parametrize("op", (PS_ROI_ALIGN, PS_ROI_POOL), ids=lambda op: op.name)
+@pytest.mark.parametrize("name", ["odd_sizes", "600_rois_on_a_tile"])
+def test_every_schedule_of_the_sensitive_pools_gives_the_bits_of_the_cpu(
+    dtype, memory_format, op, name
+):
+    case = few_channels(op, SHAPES[name])
+    _, boxes, grad = op.make(case, dtype)
+    last = memory_format == torch.channels_last
+    expected = op.backward(case, grad, (), boxes, last)
+    scheduled = getattr(OPS, f"_{op.name}_backward_scheduled")
+    args = (grad.cuda(), boxes.cuda(), *op.shape(case), *op.rest(case), last)
+    for schedule in ((0, 0, 1), (0, 0, 2), (0, 4096, 4), (1, 0, 8), (3, 8192, 32)):
+        assert_bitwise_equal(scheduled(*args, *schedule).cpu(), expected, str(schedule))
+
+
+@pytest.mark.cuda
 @each_op
 @each_dtype
 def test_cuda_gives_the_bits_of_the_cpu_on_a_real_size(op, dtype):
