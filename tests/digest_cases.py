@@ -9,6 +9,7 @@ import torch
 from digest_cases_deform import deform_cases
 from digest_cases_loss import loss_cases
 from digest_cases_pool import pool_cases
+from digest_cases_render_vertices import render_vertices_cases
 from digest_cases_rotated import rotated_cases
 from digest_cases_sampling import sampling_cases
 from exact_arithmetic import FLOATS
@@ -117,6 +118,7 @@ deform_cases(named, short)
 rotated_cases(named, short)
 loss_cases(named, short, index)
 pool_cases(named, short)
+render_vertices_cases(named, short)
 
 CASES.update(digest_cases_resample.CASES)
 

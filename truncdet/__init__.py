@@ -1,6 +1,7 @@
 """Training that repeats bit for bit: reproducible accumulation for detection operators."""
 
 from truncdet import fixedpoint as fixedpoint
+from truncdet import render as render
 from truncdet import testing as testing
 from truncdet._adaptive_avg_pool import AdaptiveAvgPool1d as AdaptiveAvgPool1d
 from truncdet._adaptive_avg_pool import AdaptiveAvgPool2d as AdaptiveAvgPool2d

@@ -12,6 +12,7 @@ from torch import Tensor
 from truncdet._build import has_extension
 from truncdet._errors import TruncdetError
 
+RENDER_INTERPOLATE, RASTERIZE_GRADIENT = 1 << 3, 1 << 4
 GATHER, INDEX_SELECT, INDEX_PUT, SCATTER_REDUCE, SCATTER = (1 << bit for bit in range(16, 21))
 EMBEDDING, EMBEDDING_BAG = 1 << 21, 1 << 22
 ROI_ALIGN_ROTATED = 1 << 26
@@ -22,6 +23,8 @@ OPERATORS = {
     1: "roi_align",
     2: "scatter_add",
     4: "index_add",
+    RENDER_INTERPOLATE: "render.interpolate",
+    RASTERIZE_GRADIENT: "render.rasterize_gradient",
     1 << 12: "ms_deform_attn",
     GATHER: "gather",
     INDEX_SELECT: "index_select",

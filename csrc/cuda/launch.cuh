@@ -43,6 +43,8 @@ enum StickyBit : unsigned {
   kStickyRoiAlign = 1u,
   kStickyScatterAdd = 2u,
   kStickyIndexAdd = 4u,
+  kStickyRenderInterpolate = 1u << 3,
+  kStickyRasterizeGradient = 1u << 4,
   kStickyMsDeformAttn = 1u << 12,
   kStickyRoiAlignRotated = 1u << 26,
   kStickyRoiPool = 1u << 23,
