@@ -23,9 +23,7 @@ struct RenderShape {
   int64_t cells() const { return rows() * components; }
   // A pixel gives a row at most three contributions, where the triangle's corners are one vertex;
   // each is at most the row's own maximum.
-  int headroom_bits() const {
-    return headroom(kCorners * (shared ? pixels() : image_pixels()));
-  }
+  int headroom_bits() const { return headroom(kCorners * (shared ? pixels() : image_pixels())); }
 };
 
 enum class Shown { kNothing, kTriangle, kUnknownTriangle, kUnknownVertex };
@@ -48,9 +46,8 @@ TRUNCDET_HD Shown find_corners(C number, const int32_t* triangles, const RenderS
 }
 
 inline const char* text_of(Shown shown) {
-  return shown == Shown::kUnknownTriangle
-             ? ": rast must have whole numbers in [0, T] as triangles"
-             : ": tri must name vertices that there are";
+  return shown == Shown::kUnknownTriangle ? ": rast must have whole numbers in [0, T] as triangles"
+                                          : ": tri must name vertices that there are";
 }
 
 // A factor of a contribution times another. A zero leaves nothing of whatever it meets: a
@@ -68,17 +65,18 @@ inline RenderShape render_shape(const char* op, const Tensor& rast, const Tensor
   TRUNCDET_CHECK(tri.dim() == 2 && tri.size(1) == kCorners, op, ": tri must have shape [T, 3]");
   TRUNCDET_CHECK(tri.scalar_type() == ScalarType::Int, op, ": tri must be int32");
   const int64_t dims = vertices.dim();
-  TRUNCDET_CHECK(dims == 2 || (dims == 3 && (vertices.size(0) == 1 ||
-                                             vertices.size(0) == rast.size(0))),
-                 op, ": values at vertices must have shape [V, A], [1, V, A] or [N, V, A]");
-  TRUNCDET_CHECK(rast.scalar_type() == ScalarType::Float || rast.scalar_type() == ScalarType::Double,
-                 op, ": rast must be float32 or float64");
+  TRUNCDET_CHECK(
+      dims == 2 || (dims == 3 && (vertices.size(0) == 1 || vertices.size(0) == rast.size(0))), op,
+      ": values at vertices must have shape [V, A], [1, V, A] or [N, V, A]");
+  TRUNCDET_CHECK(
+      rast.scalar_type() == ScalarType::Float || rast.scalar_type() == ScalarType::Double, op,
+      ": rast must be float32 or float64");
   TRUNCDET_CHECK(vertices.scalar_type() == rast.scalar_type(), op,
                  ": values at vertices must have rast's dtype");
   for (const Tensor* other : {&tri, &vertices}) {
-    TRUNCDET_CHECK(other->is_cuda() == rast.is_cuda() &&
-                       other->get_device_index() == rast.get_device_index(),
-                   op, ": all tensors must be on rast's device");
+    TRUNCDET_CHECK(
+        other->is_cuda() == rast.is_cuda() && other->get_device_index() == rast.get_device_index(),
+        op, ": all tensors must be on rast's device");
   }
   const RenderShape shape{rast.size(0),
                           rast.size(1),
@@ -102,8 +100,7 @@ inline void check_beside(const char* op, const char* name, const Tensor& tensor,
                      tensor.size(1) == rast.size(1) && tensor.size(2) == rast.size(2) &&
                      tensor.size(3) == last,
                  op, ": ", name, " must have shape [N, H, W, ", last, "]");
-  TRUNCDET_CHECK(tensor.scalar_type() == rast.scalar_type() &&
-                     tensor.is_cuda() == rast.is_cuda() &&
+  TRUNCDET_CHECK(tensor.scalar_type() == rast.scalar_type() && tensor.is_cuda() == rast.is_cuda() &&
                      tensor.get_device_index() == rast.get_device_index(),
                  op, ": ", name, " must have rast's dtype and device");
 }

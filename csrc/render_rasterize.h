@@ -24,15 +24,14 @@ struct PixelPlace {
 };
 template <class C>
 TRUNCDET_HD PixelPlace<C> pixel_place(int64_t index, int64_t size) {
-  return {static_cast<C>(2 * index + 1) / static_cast<C>(size) - C(1),
-          C(2) / static_cast<C>(size)};
+  return {static_cast<C>(2 * index + 1) / static_cast<C>(size) - C(1), C(2) / static_cast<C>(size)};
 }
 
 // The incoming gradients of one pixel.
 template <class C>
 struct RasterGradient {
   C uv[2];
-  C db[4];   // of du/dX, du/dY, dv/dX, dv/dY
+  C db[4];  // of du/dX, du/dY, dv/dX, dv/dY
   bool any_db;
 
   // Pixels that nobody asks for give nothing, whatever their triangle looks like.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,9 @@ TIERS = re.compile(r"(T0|T1( T2)?( T3o)?( T3c)?)$")
 
 def public() -> set[str]:
     return {
-        name
-        for name, value in vars(truncdet).items()
+        prefix + name
+        for prefix, module in (("", truncdet), ("render.", truncdet.render))
+        for name, value in vars(module).items()
         if not name.startswith("_") and callable(value)
     }
 
@@ -39,11 +41,17 @@ def test_every_public_operator_has_one_row() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_row_says_what_there_is_to_say(row: OperatorRow) -> None:
-    assert inspect.isfunction(getattr(truncdet, row.name))
+    assert inspect.isfunction(attrgetter(row.name)(truncdet))
     assert all(isinstance(cell, str) and cell.isascii() and "|" not in cell for cell in texts(row))
     assert set(row.patches) <= {"aten", *FRAMEWORKS} - {"torch"}
     for text in (row.forward.partition(";")[0], row.backward.partition(";")[0]):
-        plain = text in ("PyTorch's own", "PyTorch's values", "none", "straight through")
+        plain = text in (
+            "PyTorch's own",
+            "PyTorch's values",
+            "none",
+            "straight through",
+            "its input",
+        )
         assert plain or TIERS.match(text), text
     assert row.tier.startswith(("T0", "T1", "straight"))
 

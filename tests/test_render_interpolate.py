@@ -193,7 +193,9 @@ def test_errors_stay_inside_the_published_bound(device, dtype, mesh):
 def test_float32_gradients_are_near_those_in_float64(device, mesh):
     """Against the whole operator: what remains are roundings inside of the contributions."""
     case = make_inputs(mesh, torch.float32, device)
-    wide = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in case]
+    wide = [
+        x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in case
+    ]
     for a, b in zip(backward(*case), backward(*wide), strict=True):
         assert (a - b).abs().max() <= 2e-6 * b.abs().max()
 

@@ -131,7 +131,7 @@ BAD = {"negative": -1.0, "beyond": 33.0, "half": 1.5, "nan": torch.nan, "inf": t
 
 @pytest.mark.parametrize("bad", BAD)
 def test_triangles_that_do_not_exist_raise_on_the_cpu(bad):
-    attr, rast, tri, db = make_call()
+    attr, rast, tri, _db = make_call()
     rast[1, 2, 3, 3] = BAD[bad]
     text = rf"^interpolate: rast must have whole numbers in \[0, 32\] as triangles, got {BAD[bad]}$"
     with pytest.raises(ValueError, match=text):
@@ -140,7 +140,7 @@ def test_triangles_that_do_not_exist_raise_on_the_cpu(bad):
 
 @pytest.mark.parametrize("vertex", [-1, 25])
 def test_vertices_that_do_not_exist_raise_on_the_cpu(vertex):
-    attr, rast, tri, db = make_call()
+    attr, rast, tri, _db = make_call()
     tri[int(rast[..., 3].max()) - 1, 1] = vertex
     text = rf"^interpolate: tri must name vertices in \[0, 25\), got {vertex}$"
     with pytest.raises(ValueError, match=text):
@@ -193,7 +193,9 @@ def test_opcheck(device):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_in_one_graph(device, dynamic):
-    compiled = torch.compile(render.interpolate, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled = torch.compile(
+        render.interpolate, fullgraph=True, backend="aot_eager", dynamic=dynamic
+    )
     for shared in (False, True):
         call = make_call(device=device, shared=shared)
         assert_bitwise_equal(results(compiled, *call), results(render.interpolate, *call))
@@ -219,27 +221,51 @@ def test_wrong_arguments_are_named():
     attr, rast, tri, db = make_call()
     for text, error, args in [
         ("rast must be a Tensor, got list$", TypeError, (attr, [1], tri)),
-        ("rast must be float32 or float64, got torch.float16$", TypeError, (attr, rast.half(), tri)),
+        (
+            "rast must be float32 or float64, got torch.float16$",
+            TypeError,
+            (attr, rast.half(), tri),
+        ),
         (r"rast must have shape \[N, H, W, 4\], got", ValueError, (attr, rast[0], tri)),
         (r"rast must have shape \[N, H, W, 4\], got", ValueError, (attr, rast[..., :3], tri)),
         ("attr must be a Tensor, got NoneType$", TypeError, (None, rast, tri)),
         ("attr must have rast's dtype, torch.float32, got", TypeError, (attr.double(), rast, tri)),
-        (r"attr must have shape \[V, A\], .* got \[75\]$", ValueError, (attr[0].view(-1), rast, tri)),
+        (
+            r"attr must have shape \[V, A\], .* got \[75\]$",
+            ValueError,
+            (attr[0].view(-1), rast, tri),
+        ),
         (r"attr must have shape .* \[2, V, A\], got", ValueError, (attr[[0, 1, 1]], rast, tri)),
         ("attr must be on rast's device, cpu, got meta$", ValueError, (attr.to("meta"), rast, tri)),
         ("tri must be a Tensor, got int$", TypeError, (attr, rast, 3)),
         ("tri must be int32, got torch.int64$", TypeError, (attr, rast, tri.long())),
         (r"tri must have shape \[T, 3\], got \[32, 2\]$", ValueError, (attr, rast, tri[:, :2])),
         ("tri must be on rast's device, cpu, got meta$", ValueError, (attr, rast, tri.to("meta"))),
-        ("tri must have fewer than 16777216 tri", ValueError, (attr, rast, tri[:1].expand(1 << 24, 3))),
+        (
+            "tri must have fewer than 16777216 tri",
+            ValueError,
+            (attr, rast, tri[:1].expand(1 << 24, 3)),
+        ),
         ("rast_db must have rast's shape, .* got", ValueError, (attr, rast, tri, db[:1])),
         ("rast_db must have rast's dtype, .* got", TypeError, (attr, rast, tri, db.double())),
         ("rast_db must be given where diff_attrs is$", ValueError, (attr, rast, tri, None, "all")),
-        ("diff_attrs must be a list or 'all', got 'some'$", ValueError, (attr, rast, tri, db, "some")),
-        (r"diff_attrs must be a list of int or 'all', got \[0.5\]", TypeError, (attr, rast, tri, db, [0.5])),
+        (
+            "diff_attrs must be a list or 'all', got 'some'$",
+            ValueError,
+            (attr, rast, tri, db, "some"),
+        ),
+        (
+            r"diff_attrs must be a list of int or 'all', got \[0.5\]",
+            TypeError,
+            (attr, rast, tri, db, [0.5]),
+        ),
         (r"diff_attrs must be in \[0, 3\), got 3$", ValueError, (attr, rast, tri, db, [0, 3])),
         (r"diff_attrs must be in \[0, 3\), got -1$", ValueError, (attr, rast, tri, db, [-1])),
-        (r"diff_attrs must name an attribute once, got \[1, 1\]", ValueError, (attr, rast, tri, db, [1, 1])),
+        (
+            r"diff_attrs must name an attribute once, got \[1, 1\]",
+            ValueError,
+            (attr, rast, tri, db, [1, 1]),
+        ),
     ]:
         with pytest.raises(error, match="^interpolate: " + text):
             render.interpolate(*args)

@@ -63,7 +63,7 @@ def test_buffers_come_back_as_they_are(device):
 
 def test_buffers_are_data(device):
     """A buffer that has a gradient of its own does not get it twice."""
-    rast, db, pos, tri = make_case("hills", device=device)
+    rast, _db, pos, tri = make_case("hills", device=device)
     rast.requires_grad_()
     out, _ = render.rasterize_gradient(rast, pos.requires_grad_(), tri)
     assert torch.autograd.grad(out.sum(), (rast, pos), allow_unused=True)[0] is None
@@ -86,7 +86,7 @@ def test_each_output_alone(device):
 
 def test_a_step_down_the_gradient_lowers_the_loss(device):
     """Through rasterize, interpolate and back to positions: the picture follows the target."""
-    rast, db, pos, tri = make_case("large", device=device)
+    rast, _db, pos, tri = make_case("large", device=device)
     colours = randn((4, 3), device=device, dtype=torch.float32)
     height, width = rast.shape[1:3]
     at = places(height, width, torch.float32)[None].to(device)

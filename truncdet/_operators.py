@@ -20,6 +20,8 @@ _AVERAGE = "1.01 k 2^-p A"
 _WORDS = "W"
 _NONE = "none"
 _ALL = ("torchvision", "mmcv", "mmdet", "detectron2")
+# Their CUDA kernels are compiled, and have not run on a GPU so far.
+_NOT_RUN = "CPU; CUDA not yet run"
 
 
 class OperatorRow(NamedTuple):
@@ -344,6 +346,24 @@ ROWS: tuple[OperatorRow, ...] = (
         error=_MEAN,
         also=("scatter_sum", "scatter_mean"),
         patches=("aten",),
+    ),
+    OperatorRow(
+        "render.interpolate",
+        "nvdiffrast.torch.interpolate",
+        _GATHERED,
+        f"{_BY_IMAGE}; of shared vertices T1 T2 T3o",
+        memory="12 bytes a cell at most",
+        devices=_NOT_RUN,
+        dtypes="float64, float32",
+    ),
+    OperatorRow(
+        "render.rasterize_gradient",
+        "the gradient of nvdiffrast.torch.rasterize",
+        "its input",
+        f"{_BY_IMAGE}; of shared vertices T1 T2 T3o",
+        memory="9 bytes a cell",
+        devices=_NOT_RUN,
+        dtypes="float64, float32",
     ),
     OperatorRow(
         "wrap",

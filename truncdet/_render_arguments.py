@@ -90,9 +90,7 @@ def check_vertices(op: str, name: str, x: object, rast: Tensor, width: int | Non
             f"[{rast.size(0)}, V, {last}], got {list(tensor.shape)}"
         )
     if tensor.size(-2) >= 1 << 31:
-        raise ValueError(
-            f"{op}: {name} must have fewer than 2^31 vertices, got {tensor.size(-2)}"
-        )
+        raise ValueError(f"{op}: {name} must have fewer than 2^31 vertices, got {tensor.size(-2)}")
     return tensor
 
 

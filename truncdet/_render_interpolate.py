@@ -103,8 +103,8 @@ def interpolate(
     """Interpolates values at vertices over the pixels of a rasterizer's buffer; gradients repeat.
 
     Takes the arguments of `nvdiffrast.torch.interpolate`; the buffer may be of any rasterizer. The
-    gradient of `attr` is accumulated in fixed point with a scale for each vertex (see docs/render.md
-    and `truncdet.fixedpoint`), those of `rast` and `rast_db` are complete in one pixel: the same
+    gradient of `attr` is accumulated in fixed point with a scale for each vertex (docs/render.md;
+    `truncdet.fixedpoint`), those of `rast` and `rast_db` are complete in one pixel: the same
     bits run to run, on CPU and GPU, whatever the order of triangles and pixels.
 
     Example:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truncdet import _render_rasterize_reference as reference
 from truncdet import _render_arguments as arguments
+from truncdet import _render_rasterize_reference as reference
 from truncdet._errors import TruncdetError
 from truncdet._library import LIB
 from truncdet._sticky import raise_pending
@@ -37,9 +37,7 @@ def _no_double_backward(*_: Any) -> None:
     raise TruncdetError("rasterize_gradient: a second derivative is not implemented")
 
 
-torch.library.register_autograd(
-    "truncdet::render_rasterize_backward", _no_double_backward, lib=LIB
-)
+torch.library.register_autograd("truncdet::render_rasterize_backward", _no_double_backward, lib=LIB)
 
 
 class _Attach(torch.autograd.Function):

@@ -64,7 +64,7 @@ void forward_pixels(const Buffers<C>& b, const RenderShape& s, const DiffAttrs& 
 
 template <class C>
 struct Gradients {
-  const C *out, *out_da;   // out_da: null where there is none
+  const C *out, *out_da;     // out_da: null where there is none
   C *attr, *rast, *rast_db;  // null where not asked for
 };
 

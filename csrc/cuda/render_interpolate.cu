@@ -190,8 +190,7 @@ InterpolateParams<C> make_params(const RenderShape& shape, const DiffAttrs& diff
 }
 
 std::tuple<Tensor, Tensor> forward_cuda(Tensor attr, Tensor rast, Tensor tri,
-                                        std::optional<Tensor> rast_db,
-                                        std::vector<int64_t> attrs) {
+                                        std::optional<Tensor> rast_db, std::vector<int64_t> attrs) {
   const RenderShape shape = interpolate_shape(attr, rast, tri, rast_db, attrs);
   const DiffAttrs diff = diff_attrs(attrs, shape.components);
   const DeviceGuard guard(rast.get_device_index());

@@ -54,8 +54,7 @@ __device__ __forceinline__ RasterPixel<C> raster_pixel(const RasterizeParams<C>&
   }
   pixel.triangle = static_cast<uint64_t>(number);
   pixel.adds = raster_contributions(position, pixel_place<C>(at.x, p.tiles.width),
-                                    pixel_place<C>(at.y, p.tiles.height), grad,
-                                    pixel.contribution);
+                                    pixel_place<C>(at.y, p.tiles.height), grad, pixel.contribution);
   if (!pixel.adds) return RasterPixel<C>{};
   return pixel;
 }
@@ -97,8 +96,8 @@ __global__ void __launch_bounds__(kThreads) add_kernel(RasterizeParams<C> p) {
 
 template <class C>
 void launch_backward(const std::optional<Tensor>& grad, const std::optional<Tensor>& grad_db,
-                     const Tensor& rast, const Tensor& pos, const Tensor& tri,
-                     const RenderShape& s, const Tensor& out) {
+                     const Tensor& rast, const Tensor& pos, const Tensor& tri, const RenderShape& s,
+                     const Tensor& out) {
   const cudaStream_t stream = current_stream(rast);
   const int64_t bytes = VertexSums<C>::bytes(s.rows(), s.components);
   const Tensor memory = new_bytes(out, bytes);

@@ -6,8 +6,8 @@
 // Integer sums have the same bits in any grouping.
 #pragma once
 
-#include "prepare.cuh"
 #include "../render_pixel.h"
+#include "prepare.cuh"
 
 namespace truncdet {
 
@@ -54,9 +54,7 @@ struct PixelTiles {
         total(images * down * across),
         by_across(across, total + 1),
         by_down(down, total + 1) {}
-  unsigned blocks() const {
-    return static_cast<unsigned>(total < kMaxBlocks ? total : kMaxBlocks);
-  }
+  unsigned blocks() const { return static_cast<unsigned>(total < kMaxBlocks ? total : kMaxBlocks); }
 };
 
 struct TilePixel {
