@@ -177,3 +177,120 @@ def test_float_atomics_are_found_and_gone_under_truncdet() -> None:
     assert [entry.op for entry in found] == ["aten::index_add_"]
     with truncdet.deterministic():
         assert truncdet.audit(step, repeats=10).equal
+
+
+class _Scaled(torch.autograd.Function):
+    """With an argument that is no tensor, and one that gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float, other: torch.Tensor) -> torch.Tensor:
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return g * ctx.factor, None, None
+
+
+class _InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g.mul_(-0.5)
+
+
+class _Counting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return g * 1, None
+
+
+class _LetsGo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.kept = x.detach()
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        kept = ctx.kept
+        del ctx.kept
+        return 2 * kept * g
+
+
+def _gradient(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    x = torch.arange(1.0, 4, requires_grad=True)
+    (function(x * 1).square() * 3).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize(
+    ("function", "repeated"),
+    [
+        (lambda x: _Scaled.apply(x, 0.5, torch.ones(3)), ["_ScaledBackward"]),
+        (_InPlace.apply, ["_InPlaceBackward"]),
+        (_LetsGo.apply, []),
+    ],
+)
+def test_a_function_is_left_as_it_is(function: Any, repeated: list[str]) -> None:
+    expected, found = _gradient(function), []
+    report = truncdet.audit(lambda: found.append(_gradient(function)))
+    assert report.equal
+    assert torch.equal(found[0], expected)
+    skipped = {name for name in report.skipped if name.endswith("Backward")}
+    assert skipped == (set() if repeated else {"_LetsGoBackward"})
+
+
+def test_a_function_that_writes_to_its_arguments_runs_once() -> None:
+    count = torch.zeros(())
+    report = truncdet.audit(lambda: _gradient(lambda x: _Counting.apply(x, count)))
+    assert count == 1 and "_Counting" in report.skipped
+
+
+def test_a_backward_that_moves_is_found_past_arguments_that_are_no_tensors() -> None:
+    class Moves(_Scaled):
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> Any:
+            return _moved(g, 1e-3), None, None
+
+    report = truncdet.audit(lambda: _gradient(lambda x: Moves.apply(x, 0.5, x)), repeats=4)
+    assert [entry.op for entry in report.findings] == ["MovesBackward"]
+
+
+def _drawn(generator: torch.Generator) -> torch.Tensor:
+    return torch.rand(3, generator=generator)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda: torch.full((3,), 3.0).requires_grad_(False).mul_(torch.full((3,), 2.0)),
+        lambda: (lambda y: y.mul_(y))(torch.full((3,), 3.0)),
+        lambda: (lambda y: torch.add(y, 1, out=y))(torch.ones(3)),
+        lambda: (lambda y: torch.cumsum(y, 0, out=y))(torch.ones(3)),
+        lambda: (lambda y: y[:1].add_(y[:1]))(torch.ones(3)),
+        lambda: nn.LSTM(3, 4)(torch.randn(2, 1, 3)),
+        lambda: list(torch.utils.data.DataLoader(list(range(9)), shuffle=True)),
+        lambda: torch.func.jvp(nn.Linear(4, 2), (torch.ones(3, 4),), (torch.ones(3, 4),)),
+    ],
+)
+def test_what_repeats_is_not_accused(step: Callable[[], object]) -> None:
+    report = truncdet.audit(step)
+    assert report.equal and report.calls, report
+
+
+def test_a_generator_ends_where_one_run_would_have_left_it() -> None:
+    mine, other = (torch.Generator().manual_seed(3) for _ in range(2))
+    found: list[torch.Tensor] = []
+    assert truncdet.audit(lambda: found.append(_drawn(mine))).equal
+    assert torch.equal(found[0], _drawn(other))
+    assert torch.equal(mine.get_state(), other.get_state())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,77 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from truncdet._audit_functions import observed_functions
-from truncdet._remedies import remedy
-from truncdet._trace_ops import UNSEEN, Sources
-from truncdet._trace_ulp import difference
-from truncdet._trace_values import tensors
+from truncdet._audit_ledger import Audit as Audit
+from truncdet._audit_ledger import Finding as Finding
+from truncdet._audit_ledger import Ledger
+from truncdet._trace_ops import UNSEEN
+from truncdet._trace_values import readable, tensors
 
 # What normalisations write without saying so in their schema.
 _UNDECLARED = frozenset(("running_mean", "running_var"))
-
-
-@dataclass
-class Finding:
-    """An operator that ran again, summed over its calls from one place.
-
-    Attributes:
-        op: name of the operator, or of the autograd function.
-        phase: 'forward' or 'backward'.
-        source: line of the user's code, where known.
-        calls: how often it ran.
-        moved: in how many of these some repetition gave other bits.
-        elements: most elements that differed in one repetition.
-        max_ulp: largest distance in units in the last place, None where there is none.
-    """
-
-    op: str
-    phase: str
-    source: str
-    calls: int = 0
-    moved: int = 0
-    elements: int = 0
-    max_ulp: int | None = None
-
-
-@dataclass(frozen=True)
-class Audit:
-    """What `audit` found.
-
-    Attributes:
-        findings: operators whose bits moved, those with most moved calls first.
-        operators: how many operators were repeated, by name.
-        calls: how many calls were.
-        skipped: operators that were not repeated, and why.
-    """
-
-    findings: tuple[Finding, ...]
-    operators: int
-    calls: int
-    skipped: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def equal(self) -> bool:
-        """Whether nothing moved."""
-        return not self.findings
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON's types."""
-        return asdict(self) | {"schema": 1, "equal": self.equal}
-
-    def __str__(self) -> str:
-        if self.equal:
-            return f"{self.calls} calls of {self.operators} operators repeated: no bit moved"
-        lines = [f"{self.calls} calls of {self.operators} operators repeated; bits moved in:"]
-        for found in self.findings:
-            ulp = "" if found.max_ulp is None else f", up to {found.max_ulp} ulp"
-            where = f" at {found.source}" if found.source else ""
-            lines.append(
-                f"  {found.op} ({found.phase}){where}: {found.moved} of {found.calls} calls, "
-                f"up to {found.elements} elements{ulp}"
-            )
-            if (advice := remedy(found.op)) is not None:
-                lines.append(f"    {advice}")
-        return "\n".join(lines)
 
 
 def audit(step_fn: Callable[[], object], repeats: int = 3) -> Audit:
@@ -122,54 +58,6 @@ def audit(step_fn: Callable[[], object], repeats: int = 3) -> Audit:
     return ledger.report()
 
 
-class Ledger:
-    """Counts, by operator and place; and what runs while operators are repeated is not itself."""
-
-    def __init__(self, repeats: int) -> None:
-        self.repeats = repeats
-        self.busy = False
-        self.sources = Sources()
-        self._found: dict[tuple[str, str, str], Finding] = {}
-        self._skipped: dict[str, str] = {}
-
-    @contextmanager
-    def repeating(self) -> Iterator[None]:
-        """While an operator runs again."""
-        before, self.busy = self.busy, True
-        try:
-            yield
-        finally:
-            self.busy = before
-
-    def skip(self, op: str, why: str) -> None:
-        self._skipped.setdefault(op, why)
-
-    def check(self, op: str, phase: str, source: str, first: Any, again: Callable[[], Any]) -> None:
-        """Runs `again` the remaining times and compares the tensors in what it gives."""
-        entry = self._found.setdefault((op, phase, source), Finding(op, phase, source))
-        entry.calls += 1
-        expected = [tensor for _, tensor in tensors(first)]
-        moved = False
-        for _ in range(self.repeats - 1):
-            for one, other in zip(expected, (t for _, t in tensors(again())), strict=True):
-                found = difference(one, other)
-                if found.elements:
-                    moved = True
-                    entry.elements = max(entry.elements, found.elements)
-                    if found.max_ulp is not None:
-                        entry.max_ulp = max(entry.max_ulp or 0, found.max_ulp)
-        entry.moved += moved
-
-    def report(self) -> Audit:
-        found = sorted(self._found.values(), key=lambda entry: -entry.moved)
-        return Audit(
-            tuple(entry for entry in found if entry.moved),
-            len({entry.op for entry in found}),
-            sum(entry.calls for entry in found),
-            dict(self._skipped),
-        )
-
-
 class _Repeater(TorchDispatchMode):
     """Runs every operator again; autograd's threads inherit it."""
 
@@ -198,13 +86,7 @@ class _Repeater(TorchDispatchMode):
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         state = _random_state(args, kwargs) if seeded else None
 
-        def copied() -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return (
-                tuple(_copy(v) if n in changed else v for n, v in zip(names, args, strict=False)),
-                {n: _copy(v) if n in changed else v for n, v in kwargs.items()},
-            )
-
-        before = copied() if changed else (args, kwargs)
+        before = _copies(args, kwargs, names, changed) if changed else (args, kwargs)
         result = func(*args, **kwargs)
         after = _random_state(args, kwargs) if seeded else None
         in_backward = torch._C._current_graph_task_id() != -1
@@ -216,39 +98,69 @@ class _Repeater(TorchDispatchMode):
                 _restore(state)
             if not changed:
                 return func(*before[0], **before[1])
-            fresh = (tuple(map(_copy, before[0])), {k: _copy(v) for k, v in before[1].items()})
-            value = func(*fresh[0], **fresh[1])
-            return value, [v for n, v in zip(names, fresh[0], strict=False) if n in changed]
+            fresh_args, fresh_kwargs = _copies(*before, names, changed)
+            value = func(*fresh_args, **fresh_kwargs)
+            return value, _written(fresh_args, fresh_kwargs, names, changed)
 
         expected: Any = result
         if changed:
-            expected = result, [v for n, v in zip(names, args, strict=False) if n in changed]
+            expected = result, _written(args, kwargs, names, changed)
         ledger.check(name, "backward" if in_backward else "forward", source, expected, again)
         if after is not None:
             _restore(after)
         return result
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_copy, value))
-    return value
+def _copies(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str], changed: set[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with copies of those that are written to and of all that share their memory;
+    one tensor given twice stays one."""
+    given = [*zip(names, args, strict=False), *kwargs.items()]
+    written = {_memory(t) for n, v in given if n in changed for _, t in tensors(v)}
+    copies: dict[int, Tensor] = {}
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if not readable(value) or _memory(value) not in written:
+                return value
+            if id(value) not in copies:
+                copies[id(value)] = value.clone()
+            return copies[id(value)]
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(copy, value))
+        return value
+
+    return tuple(map(copy, args)), {name: copy(value) for name, value in kwargs.items()}
 
 
-def _random_state(args: Any, kwargs: Any) -> list[tuple[torch.device, Tensor]]:
+def _written(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str], changed: set[str]
+) -> list[Any]:
+    return [v for n, v in (*zip(names, args, strict=False), *kwargs.items()) if n in changed]
+
+
+def _memory(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _random_state(args: Any, kwargs: Any) -> list[tuple[Any, Tensor]]:
+    """Generators and devices an operator may draw from, and their states."""
+    own = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
     devices = {tensor.device for _, tensor in tensors((args, kwargs))}
     device = kwargs.get("device")
     devices |= {torch.device(device)} if device is not None else set()
-    states = [(torch.device("cpu"), torch.get_rng_state())]
     cuda = sorted((d for d in devices if d.type == "cuda"), key=str)
+    states: list[tuple[Any, Tensor]] = [(generator, generator.get_state()) for generator in own]
+    states.append((torch.device("cpu"), torch.get_rng_state()))
     return states + [(d, torch.cuda.get_rng_state(d)) for d in cuda]
 
 
-def _restore(states: list[tuple[torch.device, Tensor]]) -> None:
-    for device, state in states:
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(state, device)
+def _restore(states: list[tuple[Any, Tensor]]) -> None:
+    for owner, state in states:
+        if isinstance(owner, torch.Generator):
+            owner.set_state(state)
+        elif owner.type == "cuda":
+            torch.cuda.set_rng_state(state, owner)
         else:
             torch.set_rng_state(state)

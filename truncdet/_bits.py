@@ -83,6 +83,8 @@ def bits(tensor: Tensor) -> Tensor:
         raise TypeError("bits: tensor must be dense, got a sparse, nested or quantized tensor")
     if tensor.is_meta:
         raise TypeError("bits: tensor must have data, got a meta tensor")
+    if tensor._is_zerotensor():  # zeros of a transform, which have no memory
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.is_complex():
         plain = torch.view_as_real(plain)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from truncdet._trace_file import Trace
 from truncdet._trace_ops import OpRecorder, Sources
 from truncdet._trace_recorder import Place, Recorder
 from truncdet._trace_state import State
+from truncdet._trace_steps import attach_steps
 from truncdet._version import __version__
 
 LEVELS = ("module", "op")
@@ -40,6 +40,8 @@ def record(
     the parameters, parameters and optimizer state after the step, and buffers. Kernels outside
     PyTorch's dispatcher are seen by what the modules, functions and nodes around them take and
     give. What torch.compile made is one unit. Nothing waits for the device before a step is over.
+    A step of the optimizer that raises ends the recorded one, too; one that is never made, as where
+    a `GradScaler` skips it, leaves the recorded one open, and what follows is part of it.
 
     Example:
         >>> import torch, truncdet
@@ -85,12 +87,8 @@ def record(
         with ExitStack() as undo:
             for remove in modules.attach(model, recorder, owners, state):
                 undo.callback(remove)
-            if optimizer is None:
-                close = _next_step(recorder, owners)
-                undo.callback(model.register_forward_pre_hook(close, prepend=True).remove)
-            else:
-                for remove in _attach_optimizer(optimizer, recorder, owners, state):
-                    undo.callback(remove)
+            for remove in attach_steps(model, optimizer, recorder, owners, state):
+                undo.callback(remove)
             undo.enter_context(backward.observed(recorder, owners))
             if level == "op":
                 undo.enter_context(OpRecorder(recorder, owners, sources))
@@ -98,42 +96,6 @@ def record(
         complete = True
     finally:
         recorder.finish(complete)
-
-
-def _attach_optimizer(
-    optimizer: torch.optim.Optimizer, recorder: Recorder, owners: backward.Owners, state: State
-) -> list[Callable[[], object]]:
-    depth = [0]
-
-    # A class whose `step` calls that of its base runs the hooks once more inside.
-    def before(*_: Any) -> None:
-        depth[0] += 1
-        if depth[0] == 1:
-            state.see("gradient")
-
-    def after(*_: Any) -> None:
-        depth[0] -= 1
-        if depth[0] > 0:
-            return
-        depth[0] = 0
-        state.see("parameter")
-        state.see_optimizer(optimizer)
-        recorder.close_step()
-        owners.forget()
-
-    return [
-        optimizer.register_step_pre_hook(before).remove,
-        optimizer.register_step_post_hook(after).remove,
-    ]
-
-
-def _next_step(recorder: Recorder, owners: backward.Owners) -> Callable[..., None]:
-    def close(*_: Any) -> None:
-        if recorder.opened:
-            recorder.close_step()
-            owners.forget()
-
-    return close
 
 
 def _nowhere(node: object) -> str:

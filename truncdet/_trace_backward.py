@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from truncdet._trace_entries import Node, entries
+from truncdet._trace_entries import Node, entries, root_node
 from truncdet._trace_recorder import Recorder
 from truncdet._trace_site import Site
+from truncdet._trace_values import readable
 
 
 class Owners:
@@ -41,10 +41,10 @@ class Owners:
         self._take(node, path)
         self._walk(node, path, self._input)
 
-    def rest(self, roots: Iterable[Tensor]) -> None:
+    def rest(self, roots: Iterable[Any]) -> None:
         """Gives what no module's forward made, as a loss beside it, to none."""
         cut, self._cut = self._cut, []
-        for node in [*(root.grad_fn for root in roots if isinstance(root, Tensor)), *cut]:
+        for node in [*map(root_node, roots), *cut]:
             if node is not None and self._mine not in node.metadata:
                 self._take(node, "")
                 self._walk(node, "", None)
@@ -77,9 +77,9 @@ class Owners:
 def observed(recorder: Recorder, owners: Owners) -> Iterator[None]:
     """While it lasts, nodes that no module made are found when a backward starts."""
 
-    def prepare(roots: tuple[Tensor, ...]) -> list[Any]:
+    def prepare(roots: tuple[Any, ...]) -> list[Any]:
         if recorder.on:
-            if len(roots) == 1:
+            if len(roots) == 1 and isinstance(roots[0], Tensor):
                 recorder.see_loss("loss", roots[0])
             owners.rest(roots)
         return []
@@ -124,7 +124,7 @@ def _hook(recorder: Recorder, taken: Site, given: Site) -> Callable[..., None]:
                 (site, slot, gradient)
                 for site, gradients in ((taken, takes), (given, gives))
                 for slot, gradient in zip(_SLOTS, gradients, strict=False)
-                if gradient is not None and gradient.layout is torch.strided
+                if gradient is not None and readable(gradient)
             ]
             recorder.see(found, known=True)
 

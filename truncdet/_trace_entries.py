@@ -3,51 +3,78 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 Node = Any  # torch.autograd.graph.Node; accumulators of leaves have no name of their own
 
 
+# What to call with the roots of every backward, by whoever observes just now.
+_observers: list[Callable[[tuple[Any, ...]], list[Any]]] = []
+_originals: list[Any] = []
+_lock = threading.Lock()
+
+
 @contextmanager
-def entries(prepare: Callable[[tuple[Tensor, ...]], list[Any]]) -> Iterator[None]:
-    """While it lasts, torch.autograd's two entries call `prepare` with the tensors they start
-    from first, and remove the hooks that it returns afterwards."""
+def entries(prepare: Callable[[tuple[Any, ...]], list[Any]]) -> Iterator[None]:
+    """While it lasts, torch.autograd's two entries call `prepare` with what they start from,
+    tensors or edges, and remove the hooks that it returns afterwards.
+
+    Observers may end in any order; the entries are what they were when the last has ended.
+    """
     autograd: Any = torch.autograd
-    before = autograd.backward, autograd.grad
-
-    def entry(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-            # A compiler takes gradients of stand-ins, which have no bits.
-            if torch._guards.TracingContext.try_get() is not None:
-                return original(tensors, *args, **kwargs)
-            hooks = prepare(roots)
-            try:
-                return original(tensors, *args, **kwargs)
-            finally:
-                for hook in hooks:
-                    hook.remove()
-
-        return run
-
-    # Attributes that Tensor.backward looks up at every call.
-    autograd.backward, autograd.grad = map(entry, before)
+    with _lock:
+        if not _observers:
+            _originals[:] = autograd.backward, autograd.grad
+            # Attributes that Tensor.backward looks up at every call.
+            autograd.backward, autograd.grad = map(_entry, _originals)
+        _observers.append(prepare)
     try:
         yield
     finally:
-        autograd.backward, autograd.grad = before
+        with _lock:
+            _observers.remove(prepare)
+            if not _observers:
+                autograd.backward, autograd.grad = _originals
 
 
-def nodes(roots: Iterable[Tensor]) -> Iterator[Node]:
-    """Every node behind the tensors, once."""
+def _entry(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # A compiler takes gradients of stand-ins, which have no bits.
+        if torch._guards.TracingContext.try_get() is not None:
+            return original(*args, **kwargs)
+        given: Any = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+        # An edge is a tuple, too; other iterables could be read once only.
+        listed = isinstance(given, (list, tuple)) and not isinstance(given, GradientEdge)
+        roots = tuple(given) if listed else (given,)
+        hooks = [hook for prepare in list(_observers) for hook in prepare(roots)]
+        try:
+            return original(*args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    return run
+
+
+def root_node(root: Any) -> Node | None:
+    """Where a backward from a tensor or an edge starts."""
+    if isinstance(root, GradientEdge):
+        return root.node
+    return root.grad_fn if isinstance(root, Tensor) else None
+
+
+def nodes(roots: Iterable[Any]) -> Iterator[Node]:
+    """Every node behind tensors or edges, once."""
     seen: set[Node] = set()
-    stack = [root.grad_fn for root in roots if isinstance(root, Tensor)]
+    stack = [root_node(root) for root in roots]
     while stack:
         node = stack.pop()
         if node is None or node in seen:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from truncdet._trace_backward import Owners
+from truncdet._trace_hook import Hook
 from truncdet._trace_recorder import Recorder
 from truncdet._trace_site import Site
 from truncdet._trace_state import State
@@ -39,9 +40,9 @@ def attach(model: nn.Module, recorder: Recorder, owners: Owners, state: State) -
         before = _before(recorder, owners, path, op, None if path else start)
         after = _after(recorder, owners, path, op, None if path else state)
         hooks = [
-            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_pre_hook(Hook(before), with_kwargs=True),
             # The last to see the output, past hooks that change it.
-            module.register_forward_hook(after, with_kwargs=True),
+            module.register_forward_hook(Hook(after), with_kwargs=True),
         ]
         undo += [hook.remove for hook in hooks]
     return undo

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from truncdet._trace_backward import Owners
@@ -88,14 +89,20 @@ class OpRecorder(TorchDispatchMode):
     def _see(self, where: tuple[str, str, str], name: str, kind: str, value: Any) -> None:
         phase, module, source = where
         with self._recorder.working():
-            found = tensors(value)
-        if any(part in name for part in _WITH_SCRATCH):
-            found = [(slot, tensor) for slot, tensor in found if tensor.dtype != torch.uint8]
+            found = results(name, value)
         about = phase, module, name, kind, source
         site = self._sites.get(about)
         if site is None:
             site = self._sites[about] = Site(*about)
         self._recorder.see([(site, slot, tensor) for slot, tensor in found])
+
+
+def results(op: str, value: Any) -> list[tuple[str, Tensor]]:
+    """The tensors in what an operator takes or gives, without memory that it leaves unwritten."""
+    found = tensors(value)
+    if any(part in op for part in _WITH_SCRATCH):
+        found = [(slot, tensor) for slot, tensor in found if tensor.dtype != torch.uint8]
+    return found
 
 
 def _line() -> str:

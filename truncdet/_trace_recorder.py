@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from truncdet._trace_file import Key, Step, Trace, Writer
 from truncdet._trace_ring import Pending, Ring, made_plain
 from truncdet._trace_scalars import Scalars
 from truncdet._trace_site import Site
+from truncdet._trace_values import readable
 
 _MOST = 100_000  # observations after which an unusually long step is written in parts
 Where = tuple[torch.device, int]  # a device and the number of a slot there
@@ -93,6 +95,12 @@ class Recorder:
         `known`: they may have been observed before in this step. One that is the same object and
         has not been written since has the same digest and is not read again.
         """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            # Inside torch.func, whose transforms would have our operators too.
+            observed = list(observed)
+            with temporarily_clear_interpreter_stack():
+                self.see(observed, known=known)
+            return
         # The hottest loop of a recording: it calls nothing that it can do itself.
         with self._lock:
             ring, keys, where = self._ring, self._keys, self._where
@@ -143,7 +151,7 @@ class Recorder:
 
     def see_loss(self, name: str, value: Tensor) -> None:
         """Keeps the value of a scalar, for the curves of a report."""
-        if self.on and value.numel() == 1 and value.is_floating_point():
+        if self.on and readable(value) and value.numel() == 1 and value.is_floating_point():
             with self._lock, self.working(), torch.no_grad():
                 self._losses.add(name, value)
 

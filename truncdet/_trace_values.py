@@ -86,10 +86,13 @@ def _array(value: Any) -> Tensor | None:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether it has words to read: dense, with data, and no stand-in of a tracer."""
+    """Whether it has words to read: dense, with data, and no stand-in of a tracer or transform."""
     return (
         tensor.layout is torch.strided
+        and torch._C._has_storage(tensor)
         and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+        and not (tensor._is_zerotensor() or torch.nn.parameter.is_lazy(tensor))
         and not torch._is_functional_tensor(tensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and (type(tensor) in _ORDINARY or not isinstance(tensor, torch._subclasses.FakeTensor))
     )
