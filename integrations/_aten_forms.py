@@ -22,8 +22,6 @@ Applies = Callable[..., bool]
 Result = TypeVar("Result")
 Form = Callable[[Compute, Applies], Callable[..., Any]]
 
-_HAS_INTERNAL_OVERLAP = 1  # 2 stands for "too hard to tell", which PyTorch lets pass
-
 
 def always(*_: object, **__: object) -> bool:
     """Whatever the arguments are, truncdet has a definition for them."""
@@ -118,9 +116,23 @@ def fits(out: Tensor, input: Tensor) -> bool:
 
 def writable(target: Tensor, others: Iterable[object]) -> bool:
     """Whether PyTorch would write to `target`: no element twice, and none that it still reads."""
-    if torch._debug_has_internal_overlap(target) == _HAS_INTERNAL_OVERLAP:
+    if _may_overlap_itself(target):
         return False
     return not any(_overlap(target, x) for x in _tensors(others))
+
+
+def _may_overlap_itself(x: Tensor) -> bool:
+    """Whether two elements may lie in one place. Then PyTorch refuses to write, or, where it does
+    not see it, adds each contribution to what the others left; a copy of a result would not."""
+    reach = 0  # of the dimensions with smaller strides
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size == 0:
+            return False
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _tensors(values: Iterable[object]) -> Iterator[Tensor]:

@@ -187,6 +187,8 @@ def test_wrong_arguments_are_named():
             (x, t, inputs.float(), wanted),
         ),
         ("input_lengths must be a Tensor or a sequence, got int", TypeError, (x, t, 5, wanted)),
+        (r"input_lengths must be of integers, got 5\.5", TypeError, (x, t, (5.5, 5), wanted)),
+        ("target_lengths must be of integers, got True", TypeError, (x, t, inputs, (True, 1))),
         (r"input_lengths must be in \[0, 5\], got 6", ValueError, (x, t, inputs + 1, wanted)),
         (r"input_lengths must be in \[0, 5\], got -1", ValueError, (x, t, (5, -1), wanted)),
         (r"target_lengths must be in \[0, 2\], got 3", ValueError, (x, t, inputs, wanted + 1)),

@@ -238,6 +238,15 @@ def test_a_file_that_was_cut_off_reads_up_to_the_last_whole_step(cut: int, tmp_p
     assert trace.steps == whole.steps[: len(trace.steps)] and len(trace.steps) >= 2
 
 
+def test_a_line_that_is_lost_ends_what_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace"
+    cases.train(cases.network(), path=path)
+    lines = path.read_bytes().split(b"\n")
+    # The first step has the keys that those behind it mean by number.
+    path.write_bytes(b"\n".join(lines[:1] + lines[2:]))
+    assert not read(path).complete and not read(path).steps
+
+
 def test_a_damaged_line_is_not_believed(tmp_path: Path) -> None:
     path = tmp_path / "a.trace"
     cases.train(cases.network(), path=path)

@@ -49,6 +49,8 @@ def lengths(name: str, given: Lengths, items: int, most: int, device: torch.devi
                 f"ctc_loss: {name} must be a Tensor or a sequence, got {type(given).__name__}"
             )
         for length in given:
+            if isinstance(length, bool) or not hasattr(length, "__index__"):
+                raise TypeError(f"ctc_loss: {name} must be of integers, got {length!r}")
             if not 0 <= length <= most:
                 raise ValueError(f"ctc_loss: {name} must be in [0, {most}], got {length}")
         vector = torch.tensor(given, dtype=torch.int64)

@@ -131,14 +131,13 @@ def read(path: str | Path) -> Trace:
         if "end" in content:
             trace.complete = content["end"] == len({step.number for step in trace.steps})
             break
-        keys += (Key(*key) for key in content["keys"])
-        ids = _unpack("I", content["ids"])
-        step = Step(
-            content["step"],
-            [keys[i] for i in ids],
-            _unpack("q", content["digests"]),
-            content["losses"],
-        )
+        try:
+            keys += (Key(*key) for key in content["keys"])
+            ids = _unpack("I", content["ids"])
+            digests = _unpack("q", content["digests"])
+            step = Step(content["step"], [keys[i] for i in ids], digests, content["losses"])
+        except (LookupError, TypeError, ValueError, struct.error):
+            break  # a whole line whose like we do not write, or that needs one that is lost
         trace.append(step)
     return trace
 

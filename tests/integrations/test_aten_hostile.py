@@ -389,3 +389,24 @@ def test_a_cuda_graph_captures_the_kernels() -> None:
     expected = truncdet.index_add(x, 0, index, source)
     torch.cuda.synchronize()
     assert_bitwise_equal(found, expected)
+
+
+@pytest.mark.parametrize("strides", [(1, 1), (2, 1), (3, 1), (4, 1), (1, 4)])
+def test_sums_into_rows_that_share_elements_lose_nothing(strides: tuple[int, int]) -> None:
+    rows, values = torch.tensor([0, 1, 1, 3]), torch.arange(1.0, 13).view(4, 3)
+    columns = rows[:, None].expand(4, 3)
+
+    def run(add: Callable[[Tensor], Tensor]) -> Tensor:
+        memory = torch.zeros(16)
+        add(memory.as_strided((4, 3), strides))
+        return memory
+
+    for add in (
+        lambda x: x.index_add_(0, rows, values),
+        lambda x: x.scatter_add_(0, columns, values),
+        lambda x: x.index_put_((rows,), values, True),
+        lambda x: torch.index_add(x, 0, rows, values, out=x),
+    ):
+        expected = run(add)
+        with aten.patched():
+            assert torch.equal(run(add), expected)
