@@ -219,3 +219,49 @@ def test_a_browser_shows_the_page(browser: str, tmp_path: Path) -> None:
     # What the browser made of it, all parts in their places.
     assert '<h1>Different</h1><p class="verdict different">' in done.stdout, done.stderr
     assert done.stdout.count("<polyline") == 2 and 'id="culprit"' in done.stdout
+
+
+SPAWNS = """
+import os, subprocess, sys
+import torch
+import torch.multiprocessing as mp
+
+def train(number):
+    torch.manual_seed(number)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.ones(3, 2)
+        if "noise" in sys.argv and number == 0:
+            x += float(int.from_bytes(os.urandom(4), "little")) / 2**32
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    if "spawn" in sys.argv:
+        mp.spawn(train, nprocs=2)
+    elif "child" in sys.argv:
+        train(1)
+    else:
+        for _ in range(2):
+            subprocess.run([sys.executable, __file__, "child"], check=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "expected", "names"),
+    [
+        (["spawn"], 0, {"run-0.trace.process-1", "run-0.trace.process-2"}),
+        (["spawn", "noise"], 1, {"run-0.trace.process-1", "run-0.trace.process-2"}),
+        (["commands"], 0, {"run-0.trace", "run-0.trace.again-1"}),
+    ],
+)
+def test_processes_of_no_rank_have_a_trace_each(
+    how: list[str], expected: int, names: set[str], tmp_path: Path, audit: Audit
+) -> None:
+    path, traces = tmp_path / "train.py", tmp_path / "traces"
+    path.write_text(SPAWNS)
+    done = audit("--no-values", "--traces", traces, "--", sys.executable, path, *how)
+    assert done.returncode == expected, done.text
+    assert {found.name for found in traces.glob("run-0*")} == names

@@ -14,7 +14,7 @@ import torch
 
 from truncdet._compare import Verdict, compare
 from truncdet._trace_file import Trace, read
-from truncdet._trace_launch import environment
+from truncdet._trace_launch import TAKEN, environment, written
 from truncdet._trace_recorder import Place
 from truncdet._trace_ulp import difference
 
@@ -52,7 +52,8 @@ def audit_command(command: Sequence[str], settings: Settings, folder: Path) -> O
     paths = [folder / f"run-{number}.trace" for number in range(settings.runs)]
     for path in paths:
         outcome.statuses.append(_run(command, settings, path, None))
-        if not path.exists():
+        trace = written(path)
+        if trace is None:
             status = outcome.statuses[-1]
             outcome.verdict = Verdict(
                 None,
@@ -60,7 +61,7 @@ def audit_command(command: Sequence[str], settings: Settings, folder: Path) -> O
                 f"module has); the command ended with status {status}",
             )
             return outcome
-        outcome.traces.append(read(path))
+        outcome.traces.append(read(trace))
     verdicts = [compare(outcome.traces[0], trace) for trace in outcome.traces[1:]]
     outcome.verdict = _worst(verdicts, outcome.statuses)
     if outcome.verdict.equal is False and outcome.verdict.place is not None and settings.values:
@@ -97,8 +98,9 @@ def _with_values(
     for number in range(2):
         path = folder / f"values-{number}.trace"
         _run(command, replace(settings, steps=place.step + 1), path, place)
-        values = Path(f"{path}.values")
-        if not values.exists():
+        trace = written(path)
+        values = Path(f"{trace}.values")
+        if trace is None or not values.exists():
             return verdict
         kept.append(torch.load(values, weights_only=True)["values"])
     try:
@@ -117,4 +119,8 @@ def _run(command: Sequence[str], settings: Settings, trace: Path, keep: Place | 
     }
     with tempfile.TemporaryDirectory(prefix="truncdet-") as start:
         env = environment(Path(start), trace, wanted, dict(os.environ))
-        return subprocess.run(list(command), env=env, check=False).returncode
+        try:
+            return subprocess.run(list(command), env=env, check=False).returncode
+        finally:
+            for taken in trace.parent.glob(f"{trace.name}*{TAKEN}"):
+                taken.unlink(missing_ok=True)

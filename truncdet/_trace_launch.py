@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "TRUNCDET_RECORD"
+TAKEN = ".taken"  # ends the name of an empty file that keeps a trace's name for one process
 # Imported by Python at its start. What was there before it, if anything, runs as well.
 _SITECUSTOMIZE = """\
 import importlib.machinery, importlib.util, os, sys
@@ -54,7 +55,7 @@ def environment(
 
     Args:
         folder: an existing folder for the start-up file.
-        trace: file to write; of a process of rank n > 0 '.n' is appended.
+        trace: file to write; `_own_path` says what other processes than the first write.
         settings: level, every, steps (None: all) and keep (None, or a place as a list).
         base: environment to start from.
     """
@@ -101,8 +102,7 @@ def _begin(module: Any, optimizer: Any, settings: dict[str, Any]) -> None:
     from truncdet._trace_file import Key
     from truncdet._trace_recorder import Place
 
-    rank = os.environ.get("RANK", "0")
-    path = Path(settings["trace"] if rank == "0" else f"{settings['trace']}.{rank}")
+    path = _own_path(settings["trace"])
     keep = settings.get("keep")
     place = None if keep is None else Place(keep[0], Key(*keep[1]), keep[2])
     stack = ExitStack()
@@ -123,6 +123,41 @@ def _begin(module: Any, optimizer: Any, settings: dict[str, Any]) -> None:
     steps = settings.get("steps")
     if steps is not None:
         optimizer.register_step_post_hook(_stop_after(steps))
+
+
+def _own_path(trace: str) -> Path:
+    """The file of this process: `trace` of rank 0, or of a process of no rank that no other one
+    started; with '.n' of rank n, '.process-n' of the n-th that `multiprocessing` started, and
+    '.again-n' of one of several that look alike."""
+    own = trace
+    rank = os.environ.get("RANK")
+    # Without an import: who has not imported it was not started by it.
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    started = () if multiprocessing is None else multiprocessing.current_process()._identity
+    if rank is not None:
+        own = trace if rank == "0" else f"{trace}.{rank}"
+    elif started:
+        own = f"{trace}.process-{'-'.join(map(str, started))}"
+    number, path = 0, own
+    while True:
+        try:
+            os.close(os.open(f"{path}{TAKEN}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            number += 1
+            path = f"{own}.again-{number}"
+        else:
+            return Path(path)
+
+
+def written(trace: Path) -> Path | None:
+    """The trace of a run: that of the first process, or of the first of those it started; None if
+    no process wrote one."""
+    if trace.exists():
+        return trace
+    others = trace.parent.glob(f"{trace.name}.*")
+    traces = [path for path in others if path.suffix not in (TAKEN, ".values")]
+    # Shorter numbers are smaller ones.
+    return min(traces, key=lambda path: (len(path.name), path.name), default=None)
 
 
 def _stop_after(steps: int) -> Any:
