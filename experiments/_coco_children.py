@@ -72,14 +72,14 @@ class Children:
         folder = self.work / job.name
         if not (folder / SPEC).exists():
             return None
-        left, wanted = json.loads((folder / SPEC).read_text()), self._description(job)
+        left, wanted = _left(folder / SPEC, ("spec", "origin")), self._description(job)
         for part in (left, wanted):
             part["spec"].pop("stop_at", None)
         if left != wanted:
             odd = _differences({**left["spec"], **left["origin"]}, wanted["spec"] | self.origin)
             raise ValueError(f"--resume: {folder} must hold the same run, got another {odd}")
         path = folder / RUN
-        return dict(json.loads(path.read_text())) if path.exists() else None
+        return _left(path, ("versions",)) if path.exists() else None
 
     def run(
         self, jobs: Sequence[Job], at_once: int, done: Callable[[Job, dict[str, Any]], None]
@@ -178,6 +178,20 @@ class Children:
                 child.process.kill()
                 child.process.wait()
             child.log.close()
+
+
+def _left(path: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """What an earlier command wrote to a file, if it is whole."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(key in found for key in keys):
+        raise ValueError(
+            f"--resume: {path} must be a file that coco_map.py wrote, got something else; without "
+            "its folder that run is made anew"
+        )
+    return found
 
 
 def _progress() -> Progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,9 +69,11 @@ def parse(arguments: Sequence[str], description: str) -> Options:
     model, tiny = given.model, given.size == "tiny"
     study = "evaluate" if given.only_evaluate else "resume" if given.stop_and_resume else "map"
     try:
-        modes = _list(given.modes) if given.modes else STUDIES[study]
+        modes = STUDIES[study] if given.modes is None else _list(given.modes)
         _check_modes(modes)
         seeds = tuple(_whole(text, "--seeds", 0) for text in _list(given.seeds))
+        if max(seeds) >= 2**32:  # NumPy's limit
+            raise ValueError(f"--seeds must be below 2^32, got {max(seeds)}")
         if len(set(seeds)) < len(seeds):
             raise ValueError(f"--seeds must differ, got {given.seeds}")
         repeats = _repeats(given.repeats, len(seeds))
@@ -91,6 +94,9 @@ def parse(arguments: Sequence[str], description: str) -> Options:
         steps = given.steps or (4 if tiny else STEPS[given.framework, model])
         if steps < 2:
             raise ValueError(f"--steps must be at least 2, got {steps}")
+        for name, folder in (("--out", given.out), ("--work", given.work)):
+            if folder is not None and folder.exists() and not folder.is_dir():
+                raise ValueError(f"{name} must be a folder, got the file {folder.name!r}")
     except ValueError as error:
         parser.error(str(error))
     spec = Spec(
@@ -103,7 +109,7 @@ def parse(arguments: Sequence[str], description: str) -> Options:
         repeat=0,
         steps=steps,
         batch=given.batch or (2 if tiny else 8),
-        learning_rate=given.lr or (0.005 if tiny else 0.02),
+        learning_rate=(0.005 if tiny else 0.02) if given.lr is None else given.lr,
         image_size=given.image_size or (96 if tiny else IMAGE_SIZE.get(data.name, 800)),
         amp=amp,
         data=data,
@@ -134,8 +140,8 @@ def _parser(description: str) -> argparse.ArgumentParser:
     add("--repeats", default="2", help="runs of each seed; or one number for each of --seeds")
     add("--steps", type=_count, help="of each run; default by framework and model")
     add("--batch", type=_count, help="images of a step (8; tiny: 2)")
-    add("--lr", type=float, help="learning rate after the warm-up (0.02; tiny: 0.005)")
-    add("--image-size", type=_count, help="shorter side that images are resized to")
+    add("--lr", type=_positive, help="learning rate after the warm-up (0.02; tiny: 0.005)")
+    add("--image-size", type=_image_size, help="shorter side that images are resized to")
     add("--data", help="bccd, nuclei, bccd_tiny, nuclei_tiny, or a folder in COCO's layout")
     for part in ("train", "val"):
         add(f"--{part}-json", type=Path, help="instead of --data: the annotation file")
@@ -145,8 +151,13 @@ def _parser(description: str) -> argparse.ArgumentParser:
     add("--amp", choices=("none", "float16", "bfloat16"), default="none", help="torchvision only")
     add("--jobs", type=_count, default=1, help="runs at once; step times are then taken apart")
     add("--timing-steps", type=_count, default=60, help="of the runs that are timed apart")
-    add("--checkpoint-every", type=int, default=150, help="steps; torchvision only, 0 for never")
-    add("--budget", type=float, help="seconds; cuts --steps to fit")
+    add(
+        "--checkpoint-every",
+        type=_count_or_none,
+        default=150,
+        help="steps; torchvision only, 0 for never",
+    )
+    add("--budget", type=_positive, help="seconds; cuts --steps to fit")
     add("--resume", action="store_true", help="keep the finished runs of an interrupted command")
     add("--out", type=Path, help="folder of the result file and the picture")
     add("--work", type=Path, help="folder of runs and checkpoints (in --out)")
@@ -160,7 +171,37 @@ def _parser(description: str) -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    return _whole(text, "the number", 1)
+    return _argument(text, 1)
+
+
+def _count_or_none(text: str) -> int:
+    return _argument(text, 0)
+
+
+def _image_size(text: str) -> int:
+    # Above this a batch of the smallest model fits into no memory.
+    return _argument(text, 16, 1 << 14)
+
+
+def _argument(text: str, least: int, most: int = 1 << 31) -> int:
+    """What argparse gives on as it is said; of a ValueError it would keep nothing."""
+    try:
+        found = _whole(text, "it", least)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if found > most:
+        raise argparse.ArgumentTypeError(f"it must be at most {most}, got {text!r}")
+    return found
+
+
+def _positive(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"it must be a number above 0, got {text!r}")
+    return found
 
 
 def _whole(text: str, name: str, least: int) -> int:

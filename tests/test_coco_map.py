@@ -268,7 +268,16 @@ def test_a_stopped_run_is_compared_with_one_that_was_not(command: Command, fault
         (("--seeds", "0,0"), "--seeds must differ, got 0,0"),
         (("--seeds", "-1"), "--seeds must be a whole number from 0 on, got '-1'"),
         (("--seeds", "0,1", "--repeats", "2,1,1"), "--repeats must be one number, or one for each"),
+        (("--seeds", str(2**32)), "--seeds must be below 2^32, got 4294967296"),
+        (("--modes", ""), "--modes must be different ones of off, fixed_point, truncate"),
         (("--steps", "1"), "--steps must be at least 2, got 1"),
+        (("--steps", "abc"), "--steps: it must be a whole number from 1 on, got 'abc'"),
+        (("--checkpoint-every", "-5"), "it must be a whole number from 0 on, got '-5'"),
+        (("--image-size", "99999999"), "--image-size: it must be at most 16384, got '99999999'"),
+        (("--lr", "0"), "--lr: it must be a number above 0, got '0'"),
+        (("--lr", "nan"), "--lr: it must be a number above 0, got 'nan'"),
+        (("--budget", "inf"), "--budget: it must be a number above 0, got 'inf'"),
+        (("--out", __file__), "--out must be a folder, got the file 'test_coco_map.py'"),
         (("--framework", "mmdet", "--amp", "float16"), "--framework must be torchvision for --amp"),
         (("--data", "nothing"), "--data must be one of bccd, nuclei, bccd_tiny, nuclei_tiny, or"),
         (("--model", "mask_rcnn", "--data", "bccd_tiny"), "every object must have a mask"),
@@ -281,6 +290,16 @@ def test_options_that_cannot_be_used_are_refused(
     with pytest.raises(SystemExit, match="2"):
         coco_map.main([*TINY, *arguments])
     assert text in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"spec": {}}'])
+def test_a_file_of_an_earlier_command_that_is_not_whole_is_named(
+    content: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "spec.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"^--resume: .*spec\.json must be a file that coco_map"):
+        children._left(path, ("spec", "origin"))
 
 
 def test_students_quantiles_are_those_of_tables() -> None:
