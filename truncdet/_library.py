@@ -23,7 +23,7 @@ class _Library(torch.library.Library):
     def impl(
         self, op_name: Any, fn: Callable[..., Any], dispatch_key: str = "", **options: Any
     ) -> Any:
-        if dispatch_key == "Autograd":
+        if dispatch_key == "Autograd" and fn is not torch.library.fallthrough_kernel:
             fn = _refusing(str(op_name), fn)
         return super().impl(op_name, fn, dispatch_key, **options)
 
