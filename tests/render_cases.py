@@ -174,3 +174,15 @@ def shuffle_triangles(rast, tri, seed=0):
     number = rast[..., 3].long()
     moved = torch.where(number > 0, place[(number - 1).clamp(min=0)] + 1, 0)
     return torch.cat([rast[..., :3], moved[..., None].to(rast.dtype)], -1), tri[order]
+
+
+def turned(x):
+    """The same values with the last dimension outermost in memory."""
+    return x.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def shifted(x):
+    """Contiguous, but not where a wide load could start."""
+    memory = x.new_empty(x.numel() + 1)
+    memory[1:] = x.reshape(-1)
+    return memory[1:].view(x.shape)

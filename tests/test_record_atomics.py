@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from trace_cases import sequential
 
@@ -54,12 +55,12 @@ class _AtomicConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return functional.conv2d(x, weight)
+        return F.conv2d(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        columns = functional.unfold(x, weight.shape[2:]).transpose(1, 2).flatten(0, 1)
+        columns = F.unfold(x, weight.shape[2:]).transpose(1, 2).flatten(0, 1)
         places = grads[0].flatten(2).transpose(1, 2).flatten(0, 1)
         terms = (places[:, :, None] * columns[:, None, :]).flatten(1)
         total = terms.new_zeros(1, terms.shape[1])
@@ -106,6 +107,10 @@ def convolution() -> nn.Module:
     )
 
 
+def summing(how: str) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), Sums(how), nn.Linear(8, 2))
+
+
 def upsampling() -> nn.Module:
     up = nn.Upsample(scale_factor=16, mode="bilinear")
     return nn.Sequential(nn.Conv2d(2, 4, 1), up, nn.Conv2d(4, 2, 1))
@@ -125,7 +130,7 @@ CASES = {
     ),
     **{
         how: Case(
-            lambda how=how: nn.Sequential(nn.Linear(4, 8), Sums(how), nn.Linear(8, 2)),  # type: ignore[misc]
+            functools.partial(summing, how),
             (1 << 16, 4),
             "forward",
             "1",

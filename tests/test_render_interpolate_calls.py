@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from render_cases import compiled_kernel, each_float, make_case, randn
+from render_cases import compiled_kernel, each_float, make_case, randn, shifted, turned
 
 import truncdet
 from truncdet import TruncdetError, render
@@ -95,15 +95,6 @@ def test_one_set_of_vertices_may_have_a_batch_dimension(device):
 def test_memory_layouts_change_nothing(device, dtype):
     attr, rast, tri, db = make_call(dtype=dtype, device=device)
     expected = results(render.interpolate, attr, rast, tri, db)
-
-    def turned(x):
-        return x.movedim(-1, 0).contiguous().movedim(0, -1)
-
-    def shifted(x):
-        """Contiguous, but not where a wide load could start."""
-        memory = x.new_empty(x.numel() + 1)
-        memory[1:] = x.reshape(-1)
-        return memory[1:].view(x.shape)
 
     for change in (turned, shifted):
         other = [change(x) for x in (attr, rast, db)]

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from render_cases import buffers, compiled_kernel, each_float, make_case, places, randn
+from render_cases import (
+    buffers,
+    compiled_kernel,
+    each_float,
+    make_case,
+    places,
+    randn,
+    shifted,
+    turned,
+)
 
 import truncdet
 from truncdet import TruncdetError, render
@@ -117,15 +126,6 @@ def test_a_step_down_the_gradient_lowers_the_loss(device):
 def test_memory_layouts_change_nothing(device, dtype):
     rast, db, pos, tri = make_case("hills", dtype, device)
     expected = gradient(render.rasterize_gradient, rast, pos, tri, db)
-
-    def turned(x):
-        return x.movedim(-1, 0).contiguous().movedim(0, -1)
-
-    def shifted(x):
-        """Contiguous, but not where a wide load could start."""
-        memory = x.new_empty(x.numel() + 1)
-        memory[1:] = x.reshape(-1)
-        return memory[1:].view(x.shape)
 
     for change in (turned, shifted):
         other = [change(x) for x in (rast, pos, db)]

@@ -72,8 +72,6 @@ class _Repeater(TorchDispatchMode):
         name, ledger = func._schema.name, self._ledger
         if ledger.busy or name.rpartition("::")[2] in UNSEEN or func.is_view:
             return func(*args, **kwargs)
-        if any(tensor.is_meta for _, tensor in tensors((args, kwargs))):
-            return func(*args, **kwargs)
         with ledger.repeating():
             return self._run(func, name, args, kwargs)
 

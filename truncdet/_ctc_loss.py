@@ -17,9 +17,9 @@ from truncdet import fixedpoint as fp
 from truncdet._autocast import as_autocast
 from truncdet._ctc_loss_arguments import Lengths
 from truncdet._divide import divide
-from truncdet._errors import TruncdetError
 from truncdet._library import LIB
 from truncdet._nll_loss_arguments import check_reduction
+from truncdet._refusals import without_second_derivative
 from truncdet._total import ratio, total
 
 _REST = "Tensor targets, Tensor input_lengths, Tensor target_lengths"
@@ -71,10 +71,6 @@ def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return gradient, None, None, None, None, None
 
 
-def _no_double_backward(*_: Any) -> None:
-    raise TruncdetError("ctc_loss: a second derivative is not implemented")
-
-
 LIB.impl("_ctc_loss", reference.forward, "CompositeExplicitAutograd")
 LIB.impl("ctc_loss", _forward, "CompositeExplicitAutograd")
 LIB.impl("ctc_loss_backward", reference.backward, "CompositeExplicitAutograd")
@@ -82,7 +78,9 @@ torch.library.register_fake("truncdet::_ctc_loss", _fake_forward, lib=LIB)
 torch.library.register_fake("truncdet::ctc_loss", _fake_forward, lib=LIB)
 torch.library.register_fake("truncdet::ctc_loss_backward", _fake_backward, lib=LIB)
 torch.library.register_autograd("truncdet::ctc_loss", _backward, setup_context=_save, lib=LIB)
-torch.library.register_autograd("truncdet::ctc_loss_backward", _no_double_backward, lib=LIB)
+torch.library.register_autograd(
+    "truncdet::ctc_loss_backward", without_second_derivative("ctc_loss"), lib=LIB
+)
 
 
 def ctc_loss(

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from truncdet import _deform_sample as _deform_sample  # registers the operators used here
-from truncdet._errors import TruncdetError
 from truncdet._library import LIB
+from truncdet._refusals import without_second_derivative
 
 CHUNK_ELEMENTS = 1 << 26
 """Most elements of a chunk's columns, unless a single image has more (256 MiB of float32)."""
@@ -200,11 +200,9 @@ def _formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*gradients, for_bias, None, None, None)
 
 
-def _no_double_backward(*_: Any) -> None:
-    raise TruncdetError("deform_conv2d: a second derivative is not implemented")
-
-
 torch.library.register_autograd(
     "truncdet::deform_conv2d", _formula, setup_context=_setup_context, lib=LIB
 )
-torch.library.register_autograd("truncdet::deform_conv2d_backward", _no_double_backward, lib=LIB)
+torch.library.register_autograd(
+    "truncdet::deform_conv2d_backward", without_second_derivative("deform_conv2d"), lib=LIB
+)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from truncdet import _grid_sample_reference as reference
-from truncdet._errors import TruncdetError
 from truncdet._library import LIB
+from truncdet._refusals import without_second_derivative
 from truncdet.fixedpoint import FORMATS
 
 MODES = {"bilinear": 0, "nearest": 1, "bicubic": 2}
@@ -73,14 +73,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*kept, None, None, None)
 
 
-def _no_double_backward(*_: Any) -> None:
-    raise TruncdetError("grid_sample: a second derivative is not implemented")
-
-
 torch.library.register_autograd(
     "truncdet::grid_sample", _backward, setup_context=_setup_context, lib=LIB
 )
-torch.library.register_autograd("truncdet::grid_sample_backward", _no_double_backward, lib=LIB)
+torch.library.register_autograd(
+    "truncdet::grid_sample_backward", without_second_derivative("grid_sample"), lib=LIB
+)
 
 
 def grid_sample(

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from truncdet import _ms_deform_attn_reference as reference
-from truncdet._errors import TruncdetError
 from truncdet._library import LIB
+from truncdet._refusals import without_second_derivative
 from truncdet._sticky import raise_pending
 from truncdet.fixedpoint import FORMATS, compute_dtype
 
@@ -52,14 +52,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return value, None, None, loc, weights
 
 
-def _no_double_backward(*_: Any) -> None:
-    raise TruncdetError("ms_deform_attn: a second derivative is not implemented")
-
-
 torch.library.register_autograd(
     "truncdet::ms_deform_attn", _backward, setup_context=_setup_context, lib=LIB
 )
-torch.library.register_autograd("truncdet::ms_deform_attn_backward", _no_double_backward, lib=LIB)
+torch.library.register_autograd(
+    "truncdet::ms_deform_attn_backward", without_second_derivative("ms_deform_attn"), lib=LIB
+)
 
 
 def ms_deform_attn(

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from truncdet import _roi_align_reference as align
 from truncdet import fixedpoint
 from truncdet._library import LIB
-from truncdet._roi_autograd import remember_input, without_second_derivative
+from truncdet._refusals import without_second_derivative
+from truncdet._roi_autograd import remember_input
 from truncdet._roi_boxes import (
     call,
     check_features,

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from truncdet import _render_arguments as arguments
 from truncdet import _render_interpolate_reference as reference
-from truncdet._errors import TruncdetError
 from truncdet._library import LIB
+from truncdet._refusals import without_second_derivative
 from truncdet._sticky import raise_pending
 
 _INPUTS = "Tensor attr, Tensor rast, Tensor tri, Tensor? rast_db, int[] diff_attrs"
@@ -81,15 +81,11 @@ def _backward(ctx: Any, grad: Tensor | None, grad_da: Tensor | None) -> tuple[Te
     return kept[0], kept[1], None, kept[2], None
 
 
-def _no_double_backward(*_: Any) -> None:
-    raise TruncdetError("interpolate: a second derivative is not implemented")
-
-
 torch.library.register_autograd(
     "truncdet::render_interpolate", _backward, setup_context=_setup_context, lib=LIB
 )
 torch.library.register_autograd(
-    "truncdet::render_interpolate_backward", _no_double_backward, lib=LIB
+    "truncdet::render_interpolate_backward", without_second_derivative("interpolate"), lib=LIB
 )
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from truncdet import _render_arguments as arguments
 from truncdet import _render_rasterize_reference as reference
-from truncdet._errors import TruncdetError
 from truncdet._library import LIB
+from truncdet._refusals import without_second_derivative
 from truncdet._sticky import raise_pending
 
 LIB.define(
@@ -33,11 +33,9 @@ def _fake_backward(
     return pos.new_empty(pos.shape)
 
 
-def _no_double_backward(*_: Any) -> None:
-    raise TruncdetError("rasterize_gradient: a second derivative is not implemented")
-
-
-torch.library.register_autograd("truncdet::render_rasterize_backward", _no_double_backward, lib=LIB)
+torch.library.register_autograd(
+    "truncdet::render_rasterize_backward", without_second_derivative("rasterize_gradient"), lib=LIB
+)
 
 
 class _Attach(torch.autograd.Function):

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from truncdet import _roi_align_reference as reference
 from truncdet._library import LIB
+from truncdet._refusals import without_second_derivative
 from truncdet._roi_align_max import roi_align_max
-from truncdet._roi_autograd import no_double_backward, remember_input
+from truncdet._roi_autograd import remember_input
 from truncdet._roi_boxes import call, check_arguments, check_same_device, prepare_boxes
 from truncdet._sticky import raise_pending
 
@@ -64,7 +65,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 torch.library.register_autograd(
     "truncdet::roi_align", _backward, setup_context=_setup_context, lib=LIB
 )
-torch.library.register_autograd("truncdet::roi_align_backward", no_double_backward, lib=LIB)
+torch.library.register_autograd(
+    "truncdet::roi_align_backward", without_second_derivative("roi_align"), lib=LIB
+)
 
 
 def roi_align(

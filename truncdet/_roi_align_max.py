@@ -13,7 +13,8 @@ from torch import Tensor
 from truncdet import _roi_align_max_reference as reference
 from truncdet import _roi_align_reference as average
 from truncdet._library import LIB
-from truncdet._roi_autograd import no_double_backward, remember_input
+from truncdet._refusals import without_second_derivative
+from truncdet._roi_autograd import remember_input
 from truncdet._roi_boxes import call, check_same_device
 
 LIB.define(
@@ -73,7 +74,9 @@ def _backward(ctx: Any, grad: Tensor, _argmax: Any) -> tuple[Tensor | None, ...]
 torch.library.register_autograd(
     "truncdet::roi_align_max", _backward, setup_context=_setup_context, lib=LIB
 )
-torch.library.register_autograd("truncdet::roi_align_max_backward", no_double_backward, lib=LIB)
+torch.library.register_autograd(
+    "truncdet::roi_align_max_backward", without_second_derivative("roi_align"), lib=LIB
+)
 
 
 def roi_align_max(

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from truncdet import _roi_align_rotated_reference as reference
-from truncdet._errors import TruncdetError
 from truncdet._library import LIB
+from truncdet._refusals import without_second_derivative
 from truncdet._roi_align_reference import MAX_GRID, empty_gradient
 from truncdet._roi_autograd import remember_input
 from truncdet._roi_boxes import _index, _size
@@ -76,15 +76,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return gradient, *(None,) * 7
 
 
-def _no_double_backward(*_: Any) -> None:
-    raise TruncdetError("roi_align_rotated: a second derivative is not implemented")
-
-
 torch.library.register_autograd(
     "truncdet::roi_align_rotated", _backward, setup_context=_setup_context, lib=LIB
 )
 torch.library.register_autograd(
-    "truncdet::roi_align_rotated_backward", _no_double_backward, lib=LIB
+    "truncdet::roi_align_rotated_backward", without_second_derivative("roi_align_rotated"), lib=LIB
 )
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from truncdet import _roi_pool_reference as reference
 from truncdet._library import LIB
+from truncdet._refusals import without_second_derivative
 from truncdet._roi_align_reference import empty_gradient
-from truncdet._roi_autograd import remember_input, without_second_derivative
+from truncdet._roi_autograd import remember_input
 from truncdet._roi_boxes import call, check_features, check_same_device, prepare_boxes
 from truncdet._sticky import raise_pending
 
